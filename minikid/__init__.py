@@ -1,0 +1,1 @@
+"""minikid: the minimal pure-PyTorch reference implementation of knowledge-infused decoding."""
