@@ -1,0 +1,156 @@
+"""Passages: what retrieval finds. Reading them from files as a stream, and keeping many of them on disk.
+
+Formats, each also gzipped (`.gz`), UTF-8 with or without a byte order mark, any line ends:
+
+    .txt     running text, cut into blocks of 100 words (DPR 4.1)
+    .jsonl   one object per line: "_id" or "id", "title", "text" (BEIR, DPR); id and title may be missing
+    .tsv     a header row that names the columns id, text, title in any order; fields may be quoted (DPR's psgs_w100.tsv)
+
+A .tsv file without such a header holds triples (subject, relation, object), which `minikid.trie` reads;
+`holds_triples` tells the two apart by the first line.
+"""
+
+import csv
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+WORDS_PER_PASSAGE = 100
+# Scripts written without spaces: a character counts as a word. Han, kana, and their half-width and extended forms.
+UNSPACED = (
+    r"\u2e80-\u2fdf\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff66-\uff9d"
+    r"\U00020000-\U0003ffff"
+)
+_PIECE = re.compile(rf"\s*(?:[{UNSPACED}]|[^\s{UNSPACED}]+)\s*")
+
+
+class Passage(NamedTuple):
+    """A retrievable piece of text. `title` may be empty; `id` is a string whatever the file had."""
+
+    id: str
+    title: str
+    text: str
+
+
+class Hit(NamedTuple):
+    """A passage and its score; scores compare within one search only, higher is better."""
+
+    passage: Passage
+    score: float
+
+
+def read_passages(path: str | Path) -> Iterator[Passage]:
+    """The passages of one file, streamed in file order holding one line at a time.
+
+    ValueError names file and line for a line that is not a passage; blank lines are passed over.
+    Where .jsonl has no id, and always for .txt, the id is `file name:number`, the line or the block from 1.
+    """
+    path = Path(path)
+    readers = {".txt": _read_txt, ".jsonl": _read_jsonl, ".tsv": _read_tsv}
+    suffix = _suffix(path)
+    if suffix not in readers:
+        raise ValueError(
+            f"{path}: passages come as .txt, .jsonl or .tsv, each also with .gz; rename or convert the file"
+        )
+    return readers[suffix](path)
+
+
+def holds_triples(path: str | Path) -> bool:
+    """Whether a file is a .tsv of triples, not of passages: its first line is not a header with id and text."""
+    path = Path(path)
+    if _suffix(path) != ".tsv":
+        return False
+    _, first = next(_lines(path), (1, ""))
+    return _columns(first.replace('"', "").split("\t")) is None
+
+
+def split_words(chunks: Iterable[str], size: int = WORDS_PER_PASSAGE) -> Iterator[str]:
+    """Blocks of `size` words from a text that arrives in chunks of any length; the last block may be shorter.
+
+    DPR's disjoint 100-word blocks. A departure: in scripts written without spaces each character is a word.
+    """
+    block, rest = [], ""
+    for chunk in chunks:
+        pieces = _PIECE.findall(rest + chunk)
+        rest = pieces.pop() if pieces else ""  # the last word may go on in the next chunk
+        for piece in pieces:
+            block.append(piece)
+            if len(block) == size:
+                yield " ".join("".join(block).split())
+                block = []
+    if text := " ".join("".join([*block, rest]).split()):
+        yield text
+
+
+def _suffix(path: Path) -> str:
+    return Path(path.stem if path.suffix == ".gz" else path.name).suffix
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    # Cut at \n in bytes, decoded line by line, so that a line that is not UTF-8 can be named.
+    number = 0
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+            for number, line in enumerate(file, start=1):
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}:{number}: not UTF-8 ({error.reason}); convert the file") from error
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path}:{number + 1}: broken gzip file ({error}); fetch or compress it again") from error
+
+
+def _read_txt(path: Path) -> Iterator[Passage]:
+    for number, text in enumerate(split_words(line for _, line in _lines(path)), start=1):
+        yield Passage(f"{path.name}:{number}", "", text)
+
+
+def _read_jsonl(path: Path) -> Iterator[Passage]:
+    for number, line in _lines(path):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number}: not a JSON object on one line: {error}") from error
+        if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
+            found = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
+            raise ValueError(f'{path}:{number}: expected an object with a string "text", came {found}')
+        title = entry.get("title") or ""
+        identity = entry.get("_id", entry.get("id"))
+        if not isinstance(title, str) or isinstance(identity, dict | list):
+            raise ValueError(f'{path}:{number}: expected a string "title" and a string or number "id" or "_id"')
+        yield Passage(f"{path.name}:{number}" if identity is None else str(identity), title, entry["text"])
+
+
+def _columns(row: list[str]) -> dict[str, int] | None:
+    names = {name.strip().lower().removeprefix("_"): column for column, name in enumerate(row)}
+    return names if {"id", "text"} <= set(names) else None
+
+
+def _read_tsv(path: Path) -> Iterator[Passage]:
+    # strict: a stray quote is an error here, where the lenient reader would swallow lines up to the next quote
+    rows = csv.reader((line for _, line in _lines(path)), delimiter="\t", strict=True)
+    columns, start = None, 1
+    while True:
+        try:
+            row = next(rows, None)
+        except csv.Error as error:
+            raise ValueError(f"{path}:{start}: badly quoted row ({error}); double the quotes inside a field") from error
+        if row is None:
+            return
+        if columns is None:
+            columns, width = _columns(row), len(row)
+            if columns is None:
+                raise ValueError(
+                    f"{path}:{start}: expected a header row with id, text, title, came {row[:4]}; is it triples?"
+                )
+        elif row and len(row) != width:
+            raise ValueError(f"{path}:{start}: expected {width} tab-separated fields as in the header, came {len(row)}")
+        elif row:
+            title = row[columns["title"]] if "title" in columns else ""
+            yield Passage(row[columns["id"]], title, row[columns["text"]])
+        start = rows.line_num + 1
