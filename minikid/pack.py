@@ -1,0 +1,74 @@
+"""Linear layers laid out for one-token steps on a CPU. The maths is `nn.Linear`'s; only the order of the weights in memory differs.
+
+A step of one token reads every weight once and does two operations with each, so it runs at the speed of memory, if both cores
+read. BLAS does not split a matrix-vector product over cores, but it does split a batch of them; and a bfloat16 product of
+more than a few rows is far slower than a float32 one on processors without bfloat16 units. Hence one layer for each dtype:
+
+    float32    the output columns in two blocks, [2, in, out/2]: a batch of two products, one for each core
+    bfloat16   rows as they are, [out, in]: matrix-vector products for a few rows, float32 products for many (prefill)
+
+Both keep activations in float32.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+BLOCKS = 2
+FEW_ROWS = 8  # up to here, one bfloat16 matrix-vector product a row beats widening the whole matrix to float32
+
+
+class BlockedLinear(nn.Module):
+    """y = x W^T + b in float32, W kept as column blocks that are multiplied side by side."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        # [out, in], [out]
+        super().__init__()
+        blocks = BLOCKS if weight.shape[0] % BLOCKS == 0 else 1
+        self.weight = nn.Parameter(
+            weight.detach().unflatten(0, (blocks, -1)).mT.contiguous(), requires_grad=False
+        )  # [blocks, in, out/blocks]
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # [..., in] -> [..., out]
+        y = torch.matmul(x.reshape(-1, x.shape[-1]), self.weight)  # [blocks, rows, out/blocks]
+        y = y.transpose(0, 1).reshape(*x.shape[:-1], -1)
+        return y if self.bias is None else y + self.bias
+
+
+class NarrowLinear(nn.Module):
+    """y = x W^T + b with W in bfloat16 and float32 sums; few rows read W as it is, many rows a float32 copy of it."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        # [out, in], [out]
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias.detach().float(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # [..., in] -> [..., out]
+        rows = x.reshape(-1, x.shape[-1])
+        if len(rows) <= FEW_ROWS:
+            y = torch.stack([torch.mv(self.weight, row) for row in rows.bfloat16()]).float()
+        else:
+            y = F.linear(rows, self.weight.float())
+        y = y.view(*x.shape[:-1], -1)
+        return y if self.bias is None else y + self.bias
+
+
+def pack(model: nn.Module) -> nn.Module:
+    """Replace every `nn.Linear` in place by its packed form, for inference in float32 or bfloat16 on a CPU; other dtypes stay as they are.
+
+    With bfloat16, embeddings stay bfloat16 and the norms become float32. A head tied to the embedding gets its own copy in float32.
+    """
+    for name, module in list(model.named_modules()):
+        dtype = next((p.dtype for p in module.parameters(recurse=False)), None)
+        if isinstance(module, nn.Linear) and dtype in (torch.float32, torch.bfloat16):
+            packed = (BlockedLinear if dtype == torch.float32 else NarrowLinear)(module.weight, module.bias)
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, packed)
+            module.weight = None  # the float32 original goes before the next layer is copied
+        elif dtype == torch.bfloat16 and not isinstance(module, nn.Embedding):
+            module.float()
+    return model
