@@ -1,7 +1,8 @@
 """The decoder's configuration: one frozen value, read from a Hugging Face `config.json`.
 
-Two families are known: "gpt2" (LayerNorm, learned positions, GELU, biases everywhere) and "llama" (RMSNorm, RoPE, SwiGLU, grouped-query
-attention). Whatever the file asks for beyond these is refused: a setting that is silently ignored gives wrong logits.
+Two families are known: "gpt2" (LayerNorm, learned positions, GELU, biases everywhere) and "llama" (RMSNorm, RoPE,
+SwiGLU, grouped-query attention). Whatever the file asks for beyond these is refused: a setting that is silently ignored
+gives wrong logits.
 """
 
 import json
@@ -50,7 +51,7 @@ class Config:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Config":
-        """Read `config.json` (and `generation_config.json` for the eos ids, where it has them) of an HF-layout folder."""
+        """Read `config.json` of an HF-layout folder, and the eos ids of `generation_config.json` where it has them."""
         folder = Path(folder)
         raw = read_json(folder / "config.json")
         generation = folder / "generation_config.json"
@@ -62,7 +63,10 @@ class Config:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> "Config":
-        """Translate the keys of an HF config; ValueError for a kind of model, position scaling or activation that is not built here."""
+        """Translate the keys of an HF config.
+
+        ValueError for a kind of model, position scaling or activation that is not built here.
+        """
         family = raw.get("model_type")
         if family not in ("gpt2", "llama"):
             raise ValueError(
@@ -144,7 +148,7 @@ def _llama(raw: dict[str, Any]) -> Config:
 
 
 def _rope(raw: dict[str, Any]) -> Rope:
-    """Old files have `rope_theta` beside `rope_scaling`, newer ones both inside `rope_parameters`; the kind is `rope_type` or `type`."""
+    # older files have rope_theta beside rope_scaling, newer ones both inside rope_parameters; the kind has two spellings
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     theta = scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
@@ -162,7 +166,7 @@ def _rope(raw: dict[str, Any]) -> Rope:
             original_positions=scaling["original_max_position_embeddings"],
         )
     raise ValueError(
-        f"expected rope scaling 'default', 'linear' or 'llama3', got {kind!r}; it would change every logit, so it is refused"
+        f"expected rope scaling 'default', 'linear' or 'llama3', got {kind!r}; ignoring it would change every logit"
     )
 
 

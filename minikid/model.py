@@ -1,13 +1,14 @@
-"""A GPT-2 / Llama decoder from scratch: the configuration's shape, the checkpoint's weights, an explicit key-value cache.
+"""A GPT-2 / Llama decoder from scratch, with an explicit key-value cache, and the reading of checkpoints.
 
     B batch · T new tokens · S tokens in the cache, new ones included · V vocabulary · D hidden size
     H query heads · K key-value heads · G = H / K queries per key-value head · C head dimension
 
-The cache is a value that the caller owns. Its slots are filled in order and a token's position is its slot (less the row's padding in a
-ragged batch), so that prefill, chunks and single tokens give the same logits, and cutting the cache back is exactly undoing.
+The cache is a value that the caller owns. Its slots are filled in order and a token's position is its slot (less the
+row's padding in a ragged batch), so that prefill, chunks and single tokens give the same logits, and cutting the cache
+back is exactly undoing.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 from minikid import weights
 from minikid.config import Config, Rope
-from minikid.folder import read_tensor, tensor_shapes
+from minikid.folder import read_parameters
 from minikid.pack import pack
 from minikid.tokenizer import Tokenizer
 
@@ -24,9 +25,11 @@ __all__ = ["GPT", "Cache", "Config", "Tokenizer", "load"]
 
 
 class Cache:
-    """Keys and values of the tokens read so far. `length` counts slots; `start[b]`, where given, is row b's first used slot.
+    """Keys and values of the tokens read so far.
 
-    Buffers grow by doubling and are written in place, except while gradients are recorded: then each append makes a new tensor.
+    `length` counts slots; `start[b]`, where given, is row b's first used slot.
+    Buffers grow by doubling and are written in place, except while gradients are recorded: then each append makes a new
+    tensor.
     """
 
     def __init__(self, config: Config, batch: int, device: torch.device, dtype: torch.dtype):
@@ -41,7 +44,10 @@ class Cache:
         return self.keys[0].shape[0]
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write T new keys and values behind `length` and return all of them; the caller moves `length` once every layer has written."""
+        """Write T new keys and values behind `length` and return all of them.
+
+        The caller moves `length` once every layer has written.
+        """
         # [B, K, T, C], [B, K, T, C] -> [B, K, S, C], [B, K, S, C]
         end = self.length + k.shape[2]
         stored = []
@@ -60,13 +66,16 @@ class Cache:
         return stored[0], stored[1]
 
     def truncate(self, length: int) -> None:
-        """Forget every token behind the first `length`, as if it had never been read. ValueError when there are fewer."""
+        """Forget every token behind the first `length`, as if it had never been read.
+
+        ValueError when there are fewer.
+        """
         if not 0 <= length <= self.length:
             raise ValueError(f"expected a length from 0 to {self.length} (what the cache holds), got {length}")
         self.length = length
 
     def select(self, rows: Sequence[int] | Tensor) -> "Cache":
-        """A new cache of the given rows, in that order: beams that survive, samples that go on, copies for several samples."""
+        """A new cache of the given rows, in that order: surviving beams, unfinished samples, copies."""
         return self._map(lambda buffer: buffer[rows], None if self.start is None else self.start[rows])
 
     def expand(self, batch: int) -> "Cache":
@@ -99,7 +108,7 @@ class Cache:
 
 
 class RMSNorm(nn.Module):
-    """Llama's norm. It is taken in float32 whatever the dtype, as in the programs that the checkpoints were trained and released with."""
+    """Llama's norm, taken in float32 whatever the dtype, as in the programs that the checkpoints were trained with."""
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -119,7 +128,7 @@ def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
     if rope.kind == "linear":
         return frequency / rope.factor
     if rope.kind == "llama3":
-        # turns within the original context: few (low frequency) -> stretched in full, many -> left alone, between -> a linear blend
+        # by turns within the original context: few are stretched in full, many left alone, between them a linear blend
         turns = rope.original_positions * frequency / (2 * torch.pi)
         keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
         return (1 - keep) * frequency / rope.factor + keep * frequency
@@ -127,7 +136,7 @@ def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE in the rotate-half order: pair i is (x[i], x[i + C/2]), unlike the interleaved (x[2i], x[2i+1]) of the original paper."""
+    """RoPE in the rotate-half order: pair i is (x[i], x[i + C/2]), where the original paper has (x[2i], x[2i + 1])."""
     # [B, heads, T, C], [B or 1, 1, T, C/2] x 2 -> [B, heads, T, C]
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
@@ -233,14 +242,14 @@ class GPT(nn.Module):
         return self.head(self.hidden(tokens, cache))
 
     def hidden(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
-        """The last layer's normalised states: `head` of them are the logits, for those positions whose logits are wanted."""
+        """The last layer's normalised states; `head` of them are the logits, for whichever positions these are wanted."""
         # [B, T] -> [B, T, D]
         T, past = tokens.shape[1], cache.length if cache is not None else 0
         start = cache.start if cache is not None else None
         if past + T > self.config.max_positions:
             raise ValueError(
-                f"{past} tokens are read and {T} more were given, but this model has {self.config.max_positions} positions; "
-                "shorten the prompt or ask for fewer new tokens"
+                f"{past} tokens are read and {T} more were given, but this model has "
+                f"{self.config.max_positions} positions; shorten the prompt or ask for fewer new tokens"
             )
         slots = torch.arange(past, past + T, device=self.device)  # [T]
         position = slots[None] if start is None else (slots[None] - start[:, None]).clamp_min(0)  # [1 or B, T]
@@ -249,9 +258,8 @@ class GPT(nn.Module):
         if self.config.rope is None:
             x = x + self.positions(position).to(self.dtype)
         else:
-            angles = position[:, None, :, None].float() * rope_frequencies(self.config.rope, self.config.head_dim).to(
-                self.device
-            )
+            frequency = rope_frequencies(self.config.rope, self.config.head_dim).to(self.device)
+            angles = position[:, None, :, None].float() * frequency  # [1 or B, 1, T, C/2]
             rotation = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
         mask = _causal_mask(slots, start)
         for layer, block in enumerate(self.blocks):
@@ -271,49 +279,14 @@ def _causal_mask(slots: Tensor, start: Tensor | None) -> Tensor | None:
     return mask if start is None else mask & (seen >= start[:, None])[:, None, None]
 
 
-def parameter_sources(config: Config) -> Iterator[tuple[str, list[str], bool]]:
-    """(our parameter, the HF tensors that it is made of, top to bottom, whether they are stored transposed), for reading and writing."""
-    gpt2 = config.family == "gpt2"
-
-    def affine(
-        ours: str, theirs: list[str], bias: bool, transposed: bool = False
-    ) -> Iterator[tuple[str, list[str], bool]]:
-        yield f"{ours}.weight", [f"{name}.weight" for name in theirs], transposed
-        if bias:
-            yield f"{ours}.bias", [f"{name}.bias" for name in theirs], False
-
-    yield "embed.weight", ["wte.weight" if gpt2 else "model.embed_tokens.weight"], False
-    if gpt2:
-        yield "positions.weight", ["wpe.weight"], False
-    for i in range(config.num_layers):
-        ours = f"blocks.{i}"
-        if gpt2:  # its Conv1D keeps weights as [in, out]
-            yield from affine(f"{ours}.attention_norm", [f"h.{i}.ln_1"], bias=True)
-            yield from affine(f"{ours}.attention.qkv", [f"h.{i}.attn.c_attn"], True, transposed=True)
-            yield from affine(f"{ours}.attention.out", [f"h.{i}.attn.c_proj"], True, transposed=True)
-            yield from affine(f"{ours}.mlp_norm", [f"h.{i}.ln_2"], bias=True)
-            yield from affine(f"{ours}.mlp.up", [f"h.{i}.mlp.c_fc"], True, transposed=True)
-            yield from affine(f"{ours}.mlp.down", [f"h.{i}.mlp.c_proj"], True, transposed=True)
-        else:
-            layer = f"model.layers.{i}"
-            qkv = [f"{layer}.self_attn.{name}_proj" for name in "qkv"]
-            yield from affine(f"{ours}.attention_norm", [f"{layer}.input_layernorm"], bias=False)
-            yield from affine(f"{ours}.attention.qkv", qkv, config.attention_bias)
-            yield from affine(f"{ours}.attention.out", [f"{layer}.self_attn.o_proj"], config.attention_bias)
-            yield from affine(f"{ours}.mlp_norm", [f"{layer}.post_attention_layernorm"], bias=False)
-            yield from affine(f"{ours}.mlp.up", [f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"], config.mlp_bias)
-            yield from affine(f"{ours}.mlp.down", [f"{layer}.mlp.down_proj"], config.mlp_bias)
-    yield from affine("norm", ["ln_f" if gpt2 else "model.norm"], bias=gpt2)
-    if not config.tied:
-        yield "head.weight", ["lm_head.weight"], False
-
-
 def load(
     name_or_dir: str | Path = weights.DEFAULT, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[GPT, Tokenizer]:
-    """A model and its tokenizer, ready to decode: evaluation mode, no gradients to the weights, on a CPU packed for speed (pack.py).
+    """A model and its tokenizer, ready to decode: evaluation mode, no gradients to the weights, on a CPU packed for
+    speed (pack.py).
 
-    `name_or_dir` is whatever `weights.resolve` takes. ValueError names every missing, unexpected and mis-shaped tensor at once.
+    `name_or_dir` is whatever `weights.resolve` takes. ValueError names every missing, unexpected and mis-shaped tensor
+    at once.
     """
     folder = weights.resolve(name_or_dir)
     tokenizer = Tokenizer.from_folder(folder)
@@ -323,54 +296,13 @@ def load(
 
 def load_weights(folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> GPT:
     """The model of an HF-layout folder in plain `nn.Linear` layers, trainable."""
-    folder = Path(folder)
     config = Config.from_folder(folder)
     with torch.device("meta"):
         model = GPT(config)
-    stored = _without_noise(tensor_shapes(folder), config)
-    sources = list(parameter_sources(config))
-    _check(model, stored, sources, folder)
-    for name, parts, transposed in sources:
-        tensors = [read_tensor(stored[part][0], stored[part][2], dtype) for part in parts]
-        tensor = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    for name, tensor in read_parameters(folder, config, shapes, dtype):
         owner, leaf = name.rsplit(".", 1)
-        tensor = (tensor.t().contiguous() if transposed else tensor).to(device)
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor))
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor.to(device)))
     if config.tied:
         model.head.weight = model.embed.weight
     return model
-
-
-def _without_noise(
-    found: dict[str, tuple[Path, tuple[int, ...]]], config: Config
-) -> dict[str, tuple[Path, tuple[int, ...], str]]:
-    """Canonical name -> (file, shape, name in the file), less what a checkpoint may carry beside its parameters."""
-    kept = {}
-    for name, (path, shape) in found.items():
-        plain = name.removeprefix("transformer.") if config.family == "gpt2" else name
-        buffer = plain.endswith(
-            (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-        )  # masks and tables, recomputed here
-        if not buffer and not (config.tied and plain == "lm_head.weight"):
-            kept[plain] = (path, shape, name)
-    return kept
-
-
-def _check(model: GPT, stored: dict[str, tuple[Path, tuple[int, ...], str]], sources: list, folder: Path) -> None:
-    wanted = {part for _, parts, _ in sources for part in parts}
-    missing, unexpected = sorted(wanted - stored.keys()), sorted(stored.keys() - wanted)
-    wrong = []
-    for name, parts, transposed in sources:
-        if all(part in stored for part in parts):
-            shapes = [stored[part][1][::-1] if transposed else stored[part][1] for part in parts]
-            got = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-            expected = tuple(model.get_parameter(name).shape)
-            if got != expected or len({shape[1:] for shape in shapes}) > 1:
-                wrong.append(f"{' + '.join(parts)}: expected {list(expected)}, got {[list(s) for s in shapes]}")
-    problems = [
-        f"{kind}: {', '.join(names)}" for kind, names in (("missing", missing), ("unexpected", unexpected)) if names
-    ]
-    if wrong:
-        problems.append("wrong shape: " + "; ".join(wrong))
-    if problems:
-        raise ValueError(f"{folder}: the tensors do not fit config.json; {'; '.join(problems)}")

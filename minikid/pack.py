@@ -1,8 +1,10 @@
-"""Linear layers laid out for one-token steps on a CPU. The maths is `nn.Linear`'s; only the order of the weights in memory differs.
+"""Linear layers laid out for one-token steps on a CPU. The maths is `nn.Linear`'s; only the order of the weights in
+memory differs.
 
-A step of one token reads every weight once and does two operations with each, so it runs at the speed of memory, if both cores
-read. BLAS does not split a matrix-vector product over cores, but it does split a batch of them; and a bfloat16 product of
-more than a few rows is far slower than a float32 one on processors without bfloat16 units. Hence one layer for each dtype:
+A step of one token reads every weight once and does two operations with each, so it runs at the speed of memory, if
+both cores read. BLAS does not split a matrix-vector product over cores, but it does split a batch of them; and a
+bfloat16 product of more than a few rows is far slower than a float32 one on processors without bfloat16 units. Hence
+one layer for each dtype:
 
     float32    the output columns in two blocks, [2, in, out/2]: a batch of two products, one for each core
     bfloat16   rows as they are, [out, in]: matrix-vector products for a few rows, float32 products for many (prefill)
@@ -58,9 +60,11 @@ class NarrowLinear(nn.Module):
 
 
 def pack(model: nn.Module) -> nn.Module:
-    """Replace every `nn.Linear` in place by its packed form, for inference in float32 or bfloat16 on a CPU; other dtypes stay as they are.
+    """Replace every `nn.Linear` in place by its packed form, for inference in float32 or bfloat16 on a CPU; other
+    dtypes stay as they are.
 
-    With bfloat16, embeddings stay bfloat16 and the norms become float32. A head tied to the embedding gets its own copy in float32.
+    With bfloat16, embeddings stay bfloat16 and the norms become float32. A head tied to the embedding gets its own copy
+    in float32.
     """
     for name, module in list(model.named_modules()):
         dtype = next((p.dtype for p in module.parameters(recurse=False)), None)

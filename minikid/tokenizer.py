@@ -14,8 +14,8 @@ from minikid.config import Config, read_json
 class Tokenizer:
     """`tokenizer.json` of an HF-layout folder.
 
-    Text is always plain text here: "<|im_end|>" in a prompt or a passage is encoded letter by letter, and no token is added at
-    either end. Control tokens come from the chat template and from `bos_id` alone.
+    Text is always plain text here: "<|im_end|>" in a prompt or a passage is encoded letter by letter, and no token is
+    added at either end. Control tokens come from the chat template and from `bos_id` alone.
     """
 
     def __init__(
@@ -32,7 +32,10 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
-        """Read tokenizer.json, tokenizer_config.json (chat template, bos) and the eos ids. ValueError names the file that is missing or bad."""
+        """Read tokenizer.json, tokenizer_config.json (chat template, bos) and the eos ids.
+
+        ValueError names the file that is missing or bad.
+        """
         folder = Path(folder)
         path = folder / "tokenizer.json"
         if not path.exists():
@@ -66,7 +69,10 @@ class Tokenizer:
         return self._library.decode(list(ids), skip_special_tokens=True)
 
     def prompt(self, text: str, chat: bool, system: str | None = None) -> list[int]:
-        """Ids that the model should continue: the text after bos (if the model uses one), or one user turn of the chat template."""
+        """Ids that the model should continue:
+
+        the text after bos (if the model uses one), or one user turn of the chat template.
+        """
         if not chat:
             return ([] if self.bos_id is None else [self.bos_id]) + self.encode(text)
         messages = [{"role": "system", "content": system}] if system else []
@@ -75,8 +81,8 @@ class Tokenizer:
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Ids of a conversation in the model's chat template, ready for the assistant's turn.
 
-        The template decides on control tokens; message contents are encoded as plain text. ValueError without a template, or when the
-        template refuses the messages.
+        The template decides on control tokens; message contents are encoded as plain text. ValueError without a
+        template, or when the template refuses the messages.
         """
         if self.template is None:
             raise ValueError("this model has no chat template; use plain completion (--no-chat)")
@@ -97,15 +103,9 @@ class Tokenizer:
             )
         except TemplateError as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from None
-        pieces: list[str | int] = _split(rendered, self.special)
         ids: list[int] = []
-        for piece in pieces:
-            if isinstance(piece, str):
-                for mark, message in zip(marks, messages, strict=True):
-                    piece = piece.replace(mark, message["content"])
-                ids += self.encode(piece)
-            else:
-                ids.append(piece)
+        for piece in _split(rendered, self.special):
+            ids += [piece] if isinstance(piece, int) else self.encode(_fill(piece, marks, messages))
         return ids
 
 
@@ -131,6 +131,12 @@ def _adds_bos(library: tokenizers.Tokenizer, settings: Mapping) -> bool:
     bos = settings.get("bos_token")
     bos = bos.get("content") if isinstance(bos, Mapping) else bos
     return bos is not None and library.encode("a").ids[:1] == [library.token_to_id(bos)]
+
+
+def _fill(text: str, marks: Sequence[str], messages: Sequence[Mapping[str, str]]) -> str:
+    for mark, message in zip(marks, messages, strict=True):
+        text = text.replace(mark, message["content"])
+    return text
 
 
 def _refuse(message: str) -> None:

@@ -1,4 +1,6 @@
-"""The decoder against transformers on tiny random models, against itself in other chunkings, and against damaged folders."""
+"""The decoder against transformers on tiny random models, against itself in other chunkings, and against damaged
+folders.
+"""
 
 import json
 
