@@ -4,7 +4,7 @@ Formats, each also gzipped (`.gz`), UTF-8 with or without a byte order mark, any
 
     .txt     running text, cut into blocks of 100 words (DPR 4.1)
     .jsonl   one object per line: "_id" or "id", "title", "text" (BEIR, DPR); id and title may be missing
-    .tsv     a header row that names the columns id, text, title in any order; fields may be quoted (DPR's psgs_w100.tsv)
+    .tsv     a header row that names the columns id, text, title in any order; quoted fields (DPR's psgs_w100.tsv)
 
 A .tsv file without such a header holds triples (subject, relation, object), which `minikid.trie` reads;
 `holds_triples` tells the two apart by the first line.
