@@ -1,0 +1,174 @@
+"""English for the clause patterns of triples.py: word classes, the tokens of a sentence, and which of them is the verb.
+
+Closed classes and the commonest verbs stand as word lists; the rest is told by form and neighbours, without a tagger.
+"""
+
+import re
+from itertools import pairwise
+from typing import NamedTuple
+
+from minikid.text import STOPWORDS, stem, word_spans, words
+
+
+def _set(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+BE = _set("is are was were am be been being isn't aren't wasn't weren't")
+HAVE = _set("has have had having hasn't haven't hadn't")
+MODALS = _set(
+    """do does did can could will would may might shall should must cannot don't doesn't didn't can't couldn't won't
+    wouldn't shouldn't"""
+)
+AUXILIARIES = BE | HAVE | MODALS
+DETERMINERS = _set("a an the this that these those his her its their our my your each every some any no another both")
+THIRD_PERSON = _set("he she it they him them")
+POINTING = _set("this these those that one both")
+SPEAKERS = _set("i we you us me there what")  # pronouns that stand for nothing in the text
+PRONOUNS = THIRD_PERSON | POINTING | SPEAKERS
+PREPOSITIONS = _set(
+    """of in on at by for from with to as into during between among about against over under after before through
+    without within than per via near since until towards toward upon across like including despite along around"""
+)
+RELATIVES = _set("which who whom where whose that")
+CLAUSE_WORDS = RELATIVES | _set("and but or while whereas although though because since when if so unless whether")
+ADVERBS = _set("not also often never still only then now always usually currently later first thus once both all ever")
+PLURALS = _set("they we i you people data women men children who which")
+SINGULARS = _set("it he she this that who which")
+# What a subject or an object does not open with; "more effective" and "not safe" keep their first word.
+NO_OPENING = _set("a an the his her its their our my your also then thus") | PREPOSITIONS | CLAUSE_WORDS | AUXILIARIES
+NO_OPENING |= PRONOUNS - {"one", "both"}
+# Verbs by their stems, for the forms in -s and the plain form; forms in -ed need no list. The second list holds verbs
+# that are as often nouns: they count only before a word that opens a noun phrase ("results in", "supports the").
+VERBS = _set(
+    """accept achiev affect allow appear appli assess associ attend becom begin believ belong borrow bring build carri
+    compris conclud confirm connect consid consist constitut contain continu contribut creat decid defin demonstr depend
+    describ determin develop die differ discov emerg employ enabl encourag establish evalu examin exist explain express
+    extend find follow generat get give go grow happen identifi impair impli improv includ indic inhibit introduc invent
+    investig involv join keep know leav lie live lose maintain make meet move observ occur oper perform possess predict
+    prefer prevent promot prove provid publish put reach receiv recommend reduc refer reflect relat releas remain remov
+    replac repres requir reveal say see seem sell serv speak stay suffer suggest take teach tell tend write"""
+)
+NOUN_VERBS = _set(
+    """act address aim attack attempt base call caus chang claim control cover decreas design effect end estim face
+    featur flow focus form gain help hold impact increas influenc lead look mark mean measur mention need offer open own
+    play present produc record report result return rise rule run set show spread stand start state stop studi support
+    surround treat turn use vari win work yield"""
+)
+PAST = _set(
+    """became began brought built came chose drew drove fell fought found gave got grew held kept knew led lost made
+    meant met paid ran said sang sat saw sent showed sold spent spoke stood swam taught thought told took understood
+    went won wore wrote underwent"""
+)
+PARTICIPLES = PAST | _set(
+    """become begun born borne broken chosen come done drawn driven eaten fallen flown forgotten given gone grown hidden
+    known left put run seen set shown spoken spread sung taken thrown undergone worn written cut hit"""
+)
+HEADINGS = _set(  # of structured abstracts: titles that name no subject
+    """abstract aim aims background conclusion conclusions context design discussion findings intervention interventions
+    introduction main material materials measure measures method methods objective objectives outcome outcomes
+    participants patients purpose results setting study summary"""
+)
+
+_INSIDE = re.compile(
+    r"[^\s,;，、；：。！？…–—()\[\]（）【】]*"
+)  # what may stand in a token: "off-schedule", "a/b", "1:2"
+
+
+class Token(NamedTuple):
+    """A blank-separated word of a sentence, hyphens and all."""
+
+    word: str  # in small letters
+    start: int
+    end: int
+    stop: bool  # made of stopwords only
+    capital: bool  # begins with anything but a small letter
+
+
+Run = list[Token]
+
+
+def tokenise(sentence: str) -> Run:
+    spans: list[list[int]] = []
+    for start, end in word_spans(sentence):
+        if spans and _INSIDE.fullmatch(sentence, spans[-1][1], start):
+            spans[-1][1] = end
+        else:
+            spans.append([start, end])
+    tokens = []
+    for start, end in spans:
+        run = sentence[start:end]
+        name = start > 0 and run[0].isupper() and run != "I"  # "Year In Rock", "The Who"
+        stop = STOPWORDS.issuperset(words(run)) and not name
+        tokens.append(Token(run.lower().replace("’", "'"), start, end, stop, not run[0].islower()))
+    return tokens
+
+
+def one_name(before: Token, token: Token) -> bool:
+    """Whether a comma between the two stays inside a name, place, date or list: "Las Vegas, Nevada", "May 1, 1592"."""
+    names = before.capital and token.capital and not before.stop and not token.stop
+    return names and not before.word.endswith("ly") and (token.word[0].isdigit() or not before.word[0].isdigit())
+
+
+def only_joins(run: Run) -> bool:
+    """Whether a conjunction, the first of a run that a verb follows, only joins nouns: "in 2013 and 2017 and named"."""
+    return run[0].word in ("and", "or") and any(token.word in ("and", "or") for token in run[1:])
+
+
+def _is_verb(run: Run, i: int) -> bool:
+    """Whether token i is the finite verb of its piece, or a participle in its place ("followed by ...")."""
+    word, rest = run[i].word, run[i + 1 :]
+    earlier = [token for token in run[:i] if token.word not in ADVERBS and not token.word.endswith("ly")]
+    subject = earlier[-1] if earlier else None
+    before = subject.word if subject else ""
+    if word in AUXILIARIES:
+        return (run[i - 1].word if i else "") not in ("to", "than", "as")
+    if before in PREPOSITIONS or before in DETERMINERS - POINTING or "-" in word or (i and run[i].capital):
+        return False
+    if word in PAST:
+        return i > 0
+    later = any(token.word in AUXILIARIES and last.word != "to" for last, token in pairwise(run[i:]))
+    if (word.endswith("ed") and len(word) > 4) or (i == 0 and word.endswith("ing") and len(word) > 5):
+        name = i == 0 and run[i].capital and any(_looks_finite(token) for token in rest)  # "Rolling Stone named ..."
+        return not later and not name and "-" not in before  # "women recruited here were ..."
+    following = next((token for token in rest if token.word not in ADVERBS), None)
+    if following is None or following.word == "of" or following.word in AUXILIARIES or word.endswith(("ing", "ss")):
+        return False
+    opens = rest[0].capital or rest[0].word.endswith("ly") or (rest[0].stop and rest[0].word not in CLAUSE_WORDS)
+    clear, unclear = stem(word) in VERBS, stem(word) in NOUN_VERBS and opens
+    if word.endswith("s"):
+        if subject is None:
+            return clear and opens and not run[i].capital  # "... and refers to"
+        singular = subject.capital or before in SINGULARS or not before.endswith("s")
+        return singular and (clear or (unclear and not any(_looks_finite(token) for token in rest)))
+    plural = before in PLURALS or (before.endswith("s") and not before.endswith(("'s", "ss", "us", "is")))
+    return plural and (clear or unclear)
+
+
+def _looks_finite(token: Token) -> bool:
+    word = token.word
+    return word in AUXILIARIES or word in PAST or word.endswith("ed") or stem(word) in VERBS
+
+
+def find_verb(run: Run) -> int | None:
+    return next((i for i in range(len(run)) if _is_verb(run, i)), None)
+
+
+def verb_group(run: Run, first: int) -> tuple[int, int]:
+    """Ends (exclusive) of the verb group that begins at `first`, without and with its preposition."""
+    end, helper = first + 1, run[first].word
+    for i in range(first + 1, len(run)):
+        word = run[i].word
+        participle = word.endswith(("ed", "ing") if helper in BE else "ed") or word in PARTICIPLES
+        plain = helper in MODALS and not run[i].stop and not word.endswith("ly")
+        if helper not in AUXILIARIES:
+            break
+        if word in AUXILIARIES or (participle and "-" not in word) or plain:
+            helper, end = word, i + 1
+        elif word == "not":
+            end = i + 1
+        elif word not in ADVERBS and not word.endswith("ly"):
+            break
+    if end + 1 < len(run) and run[end].word == "to" and stem(run[end + 1].word) in VERBS | NOUN_VERBS:
+        return end + 2, end + 2  # "is used to treat"
+    return end, end + (end < len(run) and run[end].word in PREPOSITIONS)
