@@ -67,7 +67,8 @@ def adam_policy(log_pi: Tensor, counts: Tensor, beta: float, reward: Reward, ste
     """K steps of Adam on the logits theta of p = softmax(theta), from theta = log pi (KID Algorithm 1; K = 3 in the
     paper).
 
-    The paper names no learning rate.
+    The paper names no learning rate. Of the K + 1 iterates the one with the largest J is returned, where the paper takes
+    the last: Adam's step does not shrink near the optimum, so that a long run is thrown off it now and then.
     """
     # [V], [V] -> [V]
     if _Split.of(log_pi, counts) is None:
@@ -76,12 +77,18 @@ def adam_policy(log_pi: Tensor, counts: Tensor, beta: float, reward: Reward, ste
     inside, counts = log_pi.detach()[support], counts[support]
     theta = inside.clone().requires_grad_(True)
     optimiser = torch.optim.Adam([theta], lr=lr, maximize=True)
-    with torch.enable_grad():
-        for _ in range(steps):
+    best, best_log_p = -math.inf, inside
+    for step in range(steps + 1):
+        with torch.set_grad_enabled(step < steps):
+            log_p = theta.log_softmax(0)
+            J = objective(log_p, inside, counts, beta, reward)
+        if float(J) > best:
+            best, best_log_p = float(J), log_p.detach()
+        if step < steps:
             optimiser.zero_grad()
-            objective(theta.log_softmax(0), inside, counts, beta, reward).backward()
+            J.backward()
             optimiser.step()
-    return torch.full_like(log_pi, -torch.inf).index_copy(0, support, theta.detach().log_softmax(0))
+    return torch.full_like(log_pi, -torch.inf).index_copy(0, support, best_log_p)
 
 
 def adapt_beta(beta: float, kl: float, sigma: float) -> float:

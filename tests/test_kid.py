@@ -31,7 +31,7 @@ def test_adam_with_many_steps_reaches_the_exact_policy(reward, step, beta):
     log_pi, counts = step
     exact = exact_policy(log_pi, counts, beta, reward)
     coarse = adam_policy(log_pi, counts, beta, reward, steps=400, lr=0.1)
-    fine = adam_policy(log_pi, counts, beta, reward, steps=5000, lr=0.02)
+    fine = adam_policy(log_pi, counts, beta, reward, steps=2500, lr=0.03)
     assert (fine.exp() - exact.exp()).abs().max() < 1e-6
     assert (coarse.exp() - exact.exp()).abs().max() < 1e-2
 
