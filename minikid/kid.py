@@ -68,7 +68,7 @@ def adam_policy(log_pi: Tensor, counts: Tensor, beta: float, reward: Reward, ste
     paper).
 
     The paper names no learning rate. Of the K + 1 iterates the one with the largest J is returned, where the paper takes
-    the last: Adam's step does not shrink near the optimum, so that a long run is thrown off it now and then.
+    the last: Adam's step does not shrink near the optimum, so that a long run is now and then thrown off it.
     """
     # [V], [V] -> [V]
     if _Split.of(log_pi, counts) is None:
@@ -82,8 +82,8 @@ def adam_policy(log_pi: Tensor, counts: Tensor, beta: float, reward: Reward, ste
         with torch.set_grad_enabled(step < steps):
             log_p = theta.log_softmax(0)
             J = objective(log_p, inside, counts, beta, reward)
-        if float(J) > best:
-            best, best_log_p = float(J), log_p.detach()
+        if J.item() > best:
+            best, best_log_p = J.item(), log_p.detach()
         if step < steps:
             optimiser.zero_grad()
             J.backward()

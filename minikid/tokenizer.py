@@ -68,6 +68,18 @@ class Tokenizer:
         """Text of the ids; control tokens are left out, incomplete UTF-8 shows as U+FFFD."""
         return self._library.decode(list(ids), skip_special_tokens=True)
 
+    def read_on(self, ids: Sequence[int], place: tuple[int, int]) -> tuple[str, tuple[int, int]]:
+        """The text that `ids` add behind `place`, and the new place; (0, 0) is the beginning.
+
+        "" as long as the last character is incomplete: an emoji may span several tokens. `place` is (context, end): text
+        up to token `end` is out, and tokens from `context` on are decoded again, since some tokenizers drop a leading space.
+        """
+        context, end = place
+        before, text = self.decode(ids[context:end]), self.decode(ids[context:])
+        if text.endswith("\ufffd"):
+            return "", place
+        return text[len(before) :], (end, len(ids))
+
     def prompt(self, text: str, chat: bool, system: str | None = None) -> list[int]:
         """Ids that the model should continue:
 

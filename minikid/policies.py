@@ -1,0 +1,227 @@
+"""KID's decoding policy: which tokens the knowledge demonstrates at this step, and how far pi is moved to them (KID
+Algorithm 2).
+
+    V vocabulary · n[V] demonstration counts · G_ext the knowledge trie · G_loc the local memory of concepts
+
+Each step: words that the last tokens completed and that are keys of G_ext enter G_loc; if G_loc changed, G_ext is
+queried over h_max hops; the values found become tokens, n_v counting the hops in which v stands; the update of
+Algorithm 1 is applied.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from minikid.kid import Reward, adam_policy, adapt_beta, exact_policy, kl_divergence, solve_beta
+from minikid.knowledge import KnowledgeTrie
+from minikid.memory import LocalMemory, complete_words
+from minikid.tokenizer import Tokenizer
+
+BARE = frozenset(" \t\n([{\"'“‘-–—/")  # behind these a word has no space of its own
+
+
+@dataclass(frozen=True)
+class Update:
+    """How one step moves pi towards the demonstrations (KID Algorithm 1)."""
+
+    reward: Reward = "log-sum"  # the reading of Eq. 3
+    optimiser: Literal["exact", "adam"] = "exact"  # the closed form, or K steps of Adam
+    rule: Literal["solve", "adapt", "fixed"] = (
+        "solve"  # beta solved for sigma, adapted by Algorithm 1, or left as it is
+    )
+    sigma: float = 0.02  # target divergence KL(pi || p), nats per step
+    beta: float = 1.0  # where "adapt" starts, and what "fixed" keeps
+    steps: int = 3  # K of Adam
+    lr: float = 0.1  # of Adam; the paper names none
+
+    def __post_init__(self):
+        for name, allowed in (
+            ("reward", ("sum-log", "log-sum")),
+            ("optimiser", ("exact", "adam")),
+            ("rule", ("solve", "adapt", "fixed")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"expected {name} to be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        if not (self.sigma > 0 and self.beta > 0 and self.steps >= 1 and self.lr > 0):
+            raise ValueError(f"expected sigma, beta and lr above 0 and at least one step, got {self}")
+
+    def __call__(self, log_pi: Tensor, counts: Tensor, beta: float) -> tuple[Tensor, float, float]:
+        """The updated log-probabilities, KL(pi || p), and the beta of the next step."""
+        # [V], [V] -> [V], scalar, scalar
+        if self.rule == "solve":
+            beta = solve_beta(log_pi, counts, self.sigma, self.reward)
+        if self.optimiser == "exact":
+            log_p = exact_policy(log_pi, counts, beta, self.reward)
+        else:
+            log_p = adam_policy(log_pi, counts, beta, self.reward, self.steps, self.lr)
+        if log_p is log_pi:  # no demonstrations that could move anything: beta is left alone
+            return log_pi, 0.0, beta
+        kl = kl_divergence(log_pi, log_p)
+        return log_p, kl, adapt_beta(beta, kl, self.sigma) if self.rule == "adapt" else beta
+
+
+@dataclass(frozen=True)
+class KIDState:
+    """What KID remembers between steps; never changed in place."""
+
+    memory: LocalMemory  # G_loc
+    paths: "Paths"  # the values that G_loc leads to
+    beta: float  # of the next step
+    tail: str = ""  # the unfinished word at the end of the text
+    last: str = ""  # the last character of the text
+    place: tuple[int, int] = (0, 0)  # how far the tokens are read (Tokenizer.read_on)
+    done: frozenset[str] = frozenset()  # values that the text has completed
+    demonstrations: frozenset[int] = frozenset()  # D of the step that chose the last token
+    kl: float = 0.0  # KL(pi || p) of that step, nats
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Values by hop as token paths: what continues a path from inside, and what begins one."""
+
+    continuations: dict[tuple[int, ...], frozenset[tuple[int, int]]]  # the tokens so far -> (hop, next token)
+    ends: dict[tuple[int, ...], str]  # whole path -> value
+    starts: tuple[tuple[int, str, int, int], ...]  # (hop, value, first token after a space, first token after none)
+    bag: frozenset[tuple[int, int]]  # (hop, token) of every token of every value
+    longest: int
+
+    @classmethod
+    def of(cls, hops: Sequence[Sequence[str]], spell: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> "Paths":
+        continuations: dict[tuple[int, ...], set[tuple[int, int]]] = {}
+        ends, starts = {}, []
+        for hop, values in enumerate(hops):
+            for value in values:
+                for path in spell[value]:
+                    ends[path] = value
+                    for i in range(1, len(path)):
+                        continuations.setdefault(path[:i], set()).add((hop, path[i]))
+                spaced, bare = spell[value]
+                starts.append((hop, value, spaced[0], bare[0]))
+        frozen = {prefix: frozenset(following) for prefix, following in continuations.items()}
+        bag = frozenset((hop, token) for hop, value, *_ in starts for token in spell[value][0])
+        return cls(frozen, ends, tuple(starts), bag, max(map(len, ends), default=0))
+
+    def completed(self, tokens: Sequence[int]) -> Iterable[str]:
+        """Values whose path is the end of the tokens."""
+        for length in range(1, min(self.longest, len(tokens)) + 1):
+            if value := self.ends.get(tuple(tokens[len(tokens) - length :])):
+                yield value
+
+    def next(self, tokens: Sequence[int], done: frozenset[str], spaced: bool) -> set[tuple[int, int]]:
+        """(hop, token) pairs: what continues the longest path that the tokens end in, else what begins an unfinished
+        one.
+        """
+        for length in range(min(self.longest - 1, len(tokens)), 0, -1):
+            if following := self.continuations.get(tuple(tokens[len(tokens) - length :])):
+                return set(following)
+        return {(hop, after if spaced else bare) for hop, value, after, bare in self.starts if value not in done}
+
+
+class KID:
+    """Knowledge infused decoding (KID 3.3): `policy(log_pi[V], tokens, state) -> (log_p[V], state)`.
+
+    `demonstrations` says how a value, which is a phrase, becomes tokens. "bag" (the paper): every token of every value.
+    "path" (ours): if the text ends inside a value, the tokens that continue it; else the first tokens of the values
+    that the text has not completed. Values are spelt as they stand in a sentence, with a leading space, except where
+    the text ends in white space or an opening bracket. `question` is the text whose concepts fill G_loc first, the
+    prompt if it is not given.
+    """
+
+    def __init__(
+        self,
+        knowledge: KnowledgeTrie,
+        tokenizer: Tokenizer,
+        update: Update | None = None,
+        *,
+        demonstrations: Literal["path", "bag"] = "path",
+        hops: int = 4,
+        window: int = 4,
+        question: str | None = None,
+    ):
+        if demonstrations not in ("path", "bag"):
+            raise ValueError(f"expected demonstrations 'path' or 'bag', got {demonstrations!r}")
+        if hops < 1 or window < 1:
+            raise ValueError(f"expected at least one hop (h_max) and one concept (w_max), got {hops} and {window}")
+        self.knowledge, self.tokenizer, self.update = knowledge, tokenizer, update or Update()
+        self.form, self.hops, self.window, self.question = demonstrations, hops, window, question
+        self._spelling = _spell({triple.object for triple in knowledge.triples}, tokenizer)
+
+    def start(self, prompt: Sequence[int]) -> KIDState:
+        """G_loc begins with the concepts of the question, the last `window` of them."""
+        text = self.tokenizer.decode(prompt)
+        memory = self._remember(LocalMemory(self.window), [text if self.question is None else self.question])
+        return KIDState(memory, self._query(memory), self.update.beta, last=text[-1:])
+
+    def __call__(self, log_pi: Tensor, tokens: Sequence[int], state: KIDState) -> tuple[Tensor, KIDState]:
+        # [V] -> [V]
+        state, counts = self.demonstrate(tokens, state, log_pi)
+        log_p, kl, beta = self.update(log_pi, counts, state.beta)
+        return log_p, replace(state, beta=beta, kl=kl)
+
+    def demonstrate(self, tokens: Sequence[int], state: KIDState, like: Tensor) -> tuple[KIDState, Tensor]:
+        """Take in the tokens that are new since the state, and count what the knowledge demonstrates next."""
+        # -> state, [V]
+        state = self._read(tokens, state)
+        if self.form == "bag":
+            following = state.paths.bag
+        else:
+            following = state.paths.next(tokens, state.done, spaced=(state.last + " ")[0] not in BARE)
+        n = Counter(token for _, token in following)
+        counts = torch.zeros_like(like)
+        if n:
+            counts[torch.tensor(list(n), device=like.device)] = torch.tensor(list(n.values()), device=like.device).to(
+                like
+            )
+        return replace(state, demonstrations=frozenset(n)), counts
+
+    def _read(self, tokens: Sequence[int], state: KIDState) -> KIDState:
+        text, place = self.tokenizer.read_on(tokens, state.place)
+        if not text:
+            return state
+        words, tail = complete_words(state.tail, text)
+        memory = self._remember(state.memory, words)
+        return replace(
+            state,
+            memory=memory,
+            paths=state.paths if memory == state.memory else self._query(memory),
+            tail=tail,
+            last=text[-1],
+            place=place,
+            done=state.done.union(state.paths.completed(tokens)),
+        )
+
+    def _remember(self, memory: LocalMemory, texts: Iterable[str]) -> LocalMemory:
+        for text in texts:
+            for concept in self.knowledge.mentions(text):
+                memory = memory.add(concept)
+        return memory
+
+    def _query(self, memory: LocalMemory) -> Paths:
+        return Paths.of(self.knowledge.query(memory.concepts, self.hops), self._spelling)
+
+
+class LittleKID:
+    """KID's ablation (KID A.3): the tokens of all end nodes as one constant list; no query, no hops, no memory."""
+
+    def __init__(self, knowledge: KnowledgeTrie, tokenizer: Tokenizer, update: Update | None = None):
+        self.update = update or Update()
+        self.tokens = sorted({t for spaced, _ in _spell(knowledge.values(), tokenizer).values() for t in spaced})
+
+    def start(self, prompt: Sequence[int]) -> KIDState:
+        return KIDState(LocalMemory(1), Paths.of([], {}), self.update.beta, demonstrations=frozenset(self.tokens))
+
+    def __call__(self, log_pi: Tensor, tokens: Sequence[int], state: KIDState) -> tuple[Tensor, KIDState]:
+        # [V] -> [V]
+        counts = torch.zeros_like(log_pi)
+        counts[self.tokens] = 1
+        log_p, kl, beta = self.update(log_pi, counts, state.beta)
+        return log_p, replace(state, beta=beta, kl=kl)
+
+
+def _spell(values: Iterable[str], tokenizer: Tokenizer) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Value -> (its tokens behind a space, its tokens without one)."""
+    return {value: (tuple(tokenizer.encode(" " + value)), tuple(tokenizer.encode(value))) for value in sorted(values)}
