@@ -21,6 +21,7 @@ MODALS = _set(
     wouldn't shouldn't"""
 )
 AUXILIARIES = BE | HAVE | MODALS
+FINITE = AUXILIARIES - {"be", "been", "being", "having"}
 DETERMINERS = _set("a an the this that these those his her its their our my your each every some any no another both")
 THIRD_PERSON = _set("he she it they him them")
 POINTING = _set("this these those that one both")
@@ -41,28 +42,30 @@ NO_OPENING |= PRONOUNS - {"one", "both"}
 # Verbs by their stems, for the forms in -s and the plain form; forms in -ed need no list. The second list holds verbs
 # that are as often nouns: they count only before a word that opens a noun phrase ("results in", "supports the").
 VERBS = _set(
-    """accept achiev affect allow appear appli assess associ attend becom begin believ belong borrow bring build carri
-    compris conclud confirm connect consid consist constitut contain continu contribut creat decid defin demonstr depend
-    describ determin develop die differ discov emerg employ enabl encourag establish evalu examin exist explain express
-    extend find follow generat get give go grow happen identifi impair impli improv includ indic inhibit introduc invent
-    investig involv join keep know leav lie live lose maintain make meet move observ occur oper perform possess predict
-    prefer prevent promot prove provid publish put reach receiv recommend reduc refer reflect relat releas remain remov
-    replac repres requir reveal say see seem sell serv speak stay suffer suggest take teach tell tend write"""
+    """accept achiev affect allow appear appli arriv assess associ attend becom begin believ belong borrow bring
+    build carri compris conclud confirm connect consid consist constitut contain continu contribut creat decid
+    defin demonstr depend describ determin develop die differ discov emerg employ enabl encourag establish evalu
+    examin exist explain express extend find follow generat get give go grow happen identifi impair impli improv
+    includ indic inhibit interact introduc invent investig involv join keep know leav lie live lose maintain
+    make meet move observ occur oper perform possess predict prefer prevent promot prove provid publish put
+    reach receiv recommend reduc refer reflect relat releas remain remov replac repres requir reveal say see
+    seem sell serv speak stay stimul suffer suggest take teach tell tend transmit travel write"""
 )
 NOUN_VERBS = _set(
-    """act address aim attack attempt base call caus chang claim control cover decreas design effect end estim face
-    featur flow focus form gain help hold impact increas influenc lead look mark mean measur mention need offer open own
-    play present produc record report result return rise rule run set show spread stand start state stop studi support
-    surround treat turn use vari win work yield"""
+    """act address aim attack attempt base call caus chang claim control cover decreas design effect end estim
+    face featur flow focus form gain help hold impact increas influenc lead look mark mean measur mention need
+    offer open own play present produc record report result return rise rule run set show spread stand start
+    state stop studi support surround treat turn use vari win work yield"""
 )
 PAST = _set(
-    """became began brought built came chose drew drove fell fought found gave got grew held kept knew led lost made
-    meant met paid ran said sang sat saw sent showed sold spent spoke stood swam taught thought told took understood
-    went won wore wrote underwent"""
+    """became began brought built came caught chose drew drove fell fought found gave got grew held kept knew
+    led lost made meant met paid ran said sang sat saw sent showed sold spent spoke stood swam taught thought
+    told took understood rose went won wore wrote underwent"""
 )
 PARTICIPLES = PAST | _set(
-    """become begun born borne broken chosen come done drawn driven eaten fallen flown forgotten given gone grown hidden
-    known left put run seen set shown spoken spread sung taken thrown undergone worn written cut hit"""
+    """become begun born borne broken chosen come done drawn driven eaten fallen flown forgotten given gone
+    grown hidden known left put run seen set shown spoken spread sung taken thrown undergone worn written cut
+    hit"""
 )
 HEADINGS = _set(  # of structured abstracts: titles that name no subject
     """abstract aim aims background conclusion conclusions context design discussion findings intervention interventions
@@ -70,6 +73,10 @@ HEADINGS = _set(  # of structured abstracts: titles that name no subject
     participants patients purpose results setting study summary"""
 )
 
+_SINGULAR_ENDS = ("'s", "ss", "us", "is")
+_NO_SUBJECT = ("to", "than", "as")  # an auxiliary after these has none: "to have", "than did"
+CUT = re.compile(r"[;:，、；：。！？…–—()\[\]（）【】]|\s-+\s")  # ends a clause; a comma only sometimes does
+_LONGEST = 60  # tokens of a piece: no clause is longer, and text without punctuation stays cheap
 _INSIDE = re.compile(
     r"[^\s,;，、；：。！？…–—()\[\]（）【】]*"
 )  # what may stand in a token: "off-schedule", "a/b", "1:2"
@@ -110,7 +117,34 @@ def one_name(before: Token, token: Token) -> bool:
     return names and not before.word.endswith("ly") and (token.word[0].isdigit() or not before.word[0].isdigit())
 
 
-def only_joins(run: Run) -> bool:
+def clauses(text: str, tokens: Run) -> list[Run]:
+    """Cuts at punctuation and before the words that open a further clause; such a word stays, as the first."""
+    segments: list[Run] = [[]]
+    for token in tokens:
+        left = segments[-1]
+        gap = text[left[-1].end : token.start] if left else ""
+        if (
+            len(left) == _LONGEST
+            or CUT.search(gap)
+            or ("," in gap and (left[0].word in PREPOSITIONS or not one_name(left[-1], token)))
+        ):
+            segments.append([])
+        segments[-1].append(token)
+    pieces: list[Run] = []
+    for segment in segments:
+        pieces.append([])
+        for i, token in enumerate(segment):
+            left = pieces[-1]
+            if left and token.word in CLAUSE_WORDS and left[-1].word not in PREPOSITIONS:
+                verb = find_verb(segment[i:])
+                further = token.word in RELATIVES or find_verb(left) is not None
+                if verb is not None and further and not _only_joins(segment[i : i + verb]):
+                    pieces.append([])
+            pieces[-1].append(token)
+    return [piece for piece in pieces if piece]
+
+
+def _only_joins(run: Run) -> bool:
     """Whether a conjunction, the first of a run that a verb follows, only joins nouns: "in 2013 and 2017 and named"."""
     return run[0].word in ("and", "or") and any(token.word in ("and", "or") for token in run[1:])
 
@@ -121,16 +155,21 @@ def _is_verb(run: Run, i: int) -> bool:
     earlier = [token for token in run[:i] if token.word not in ADVERBS and not token.word.endswith("ly")]
     subject = earlier[-1] if earlier else None
     before = subject.word if subject else ""
-    if word in AUXILIARIES:
-        return (run[i - 1].word if i else "") not in ("to", "than", "as")
-    if before in PREPOSITIONS or before in DETERMINERS - POINTING or "-" in word or (i and run[i].capital):
+    if i and run[i].capital:
+        return False  # "May", "Will"
+    if word in FINITE:
+        return not i or run[i - 1].word not in _NO_SUBJECT
+    if before in PREPOSITIONS or before in DETERMINERS - POINTING or "-" in word:
         return False
     if word in PAST:
         return i > 0
-    later = any(token.word in AUXILIARIES and last.word != "to" for last, token in pairwise(run[i:]))
+    clause = run[i : next((j for j in range(i + 1, len(run)) if run[j].word in CLAUSE_WORDS), len(run))]
+    later = any(
+        token.word in FINITE and not token.capital and last.word not in _NO_SUBJECT for last, token in pairwise(clause)
+    )
     if (word.endswith("ed") and len(word) > 4) or (i == 0 and word.endswith("ing") and len(word) > 5):
         name = i == 0 and run[i].capital and any(_looks_finite(token) for token in rest)  # "Rolling Stone named ..."
-        return not later and not name and "-" not in before  # "women recruited here were ..."
+        return (before in RELATIVES or not later) and not name and "-" not in before  # "women recruited here were ..."
     following = next((token for token in rest if token.word not in ADVERBS), None)
     if following is None or following.word == "of" or following.word in AUXILIARIES or word.endswith(("ing", "ss")):
         return False
@@ -139,15 +178,15 @@ def _is_verb(run: Run, i: int) -> bool:
     if word.endswith("s"):
         if subject is None:
             return clear and opens and not run[i].capital  # "... and refers to"
-        singular = subject.capital or before in SINGULARS or not before.endswith("s")
+        singular = subject.capital or before in SINGULARS or not before.endswith("s") or before.endswith(_SINGULAR_ENDS)
         return singular and (clear or (unclear and not any(_looks_finite(token) for token in rest)))
-    plural = before in PLURALS or (before.endswith("s") and not before.endswith(("'s", "ss", "us", "is")))
+    plural = before in PLURALS or (before.endswith("s") and not before.endswith(_SINGULAR_ENDS))
     return plural and (clear or unclear)
 
 
 def _looks_finite(token: Token) -> bool:
     word = token.word
-    return word in AUXILIARIES or word in PAST or word.endswith("ed") or stem(word) in VERBS
+    return word in FINITE or word in PAST or word.endswith("ed") or stem(word) in VERBS
 
 
 def find_verb(run: Run) -> int | None:
@@ -169,6 +208,6 @@ def verb_group(run: Run, first: int) -> tuple[int, int]:
             end = i + 1
         elif word not in ADVERBS and not word.endswith("ly"):
             break
-    if end + 1 < len(run) and run[end].word == "to" and stem(run[end + 1].word) in VERBS | NOUN_VERBS:
+    if end + 1 < len(run) and run[end].word == "to" and stem(run[end + 1].word) in VERBS | NOUN_VERBS | AUXILIARIES:
         return end + 2, end + 2  # "is used to treat"
     return end, end + (end < len(run) and run[end].word in PREPOSITIONS)

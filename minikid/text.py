@@ -50,13 +50,19 @@ _CLOSERS = "\"'”’»)]}」』）】》"
 _OPENERS = "\"'“‘«([{「『（【《"
 _BREAK = re.compile(rf"(?:[。！？｡]+|(?P<latin>[.!?…]+))[{re.escape(_CLOSERS)}]*|[\n\r\u2028\u2029]+")
 _DOTTED = re.compile(r"(?:[^\W\d_]{1,3}\.)+[^\W\d_]{1,3}|[^\W\d_]")  # initials, dotted abbreviations
+_FORGOTTEN_SPACE = re.compile(r"[a-z]{3}\.[A-Z]")
 _LAST_WORD = re.compile(r"[^\s([{\"“‘«]*\Z")
 
-_IDEOGRAPHS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003134f"
+_IDEOGRAPHS = (
+    "\u3041-\u3096\u309d-\u309f\u30a1-\u30fa\u30fc-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003134f"
+)
 _MARKS = "\u0300-\u036f\u0483-\u0487\u0591-\u05c7\u064b-\u065f\u0900-\u0903\u093a-\u094f\u0e31-\u0e3a\u0e47-\u0e4e"
 _LETTER = rf"(?:(?![{_IDEOGRAPHS}])[^\W_])"  # letters and digits, ideographs apart
 _RUN = rf"{_LETTER}(?:{_LETTER}|[{_MARKS}])*"
-_WORD = re.compile(rf"[{_IDEOGRAPHS}]|{_RUN}(?:(?:['’.]|(?<=\d),(?=\d)){_RUN})*")
+# A point between letters joins ("U.S", "node.js") unless a space seems forgotten ("was safe.The next").
+_WORD = re.compile(
+    rf"[{_IDEOGRAPHS}][\u3099\u309a]*|{_RUN}(?:(?:['’]|\.(?!(?<=[a-z]{{3}}\.)[A-Z])|(?<=\d),(?=\d)){_RUN})*"
+)
 WORD_JOINERS = "'’.,"  # characters that stand inside a word when word characters are on both sides
 
 
@@ -117,7 +123,7 @@ def _ends_sentence(text: str, start: int, match: re.Match[str]) -> bool:
     """Whether the Latin end marks found at `match` close the sentence that began at `start`."""
     rest = text[match.end() : match.end() + 80]
     if rest and not rest[0].isspace():
-        return False
+        return bool(_FORGOTTEN_SPACE.match(text, max(start, match.start() - 3)))
     following = rest.lstrip().lstrip(_OPENERS)
     if not following:
         return True

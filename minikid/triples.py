@@ -22,15 +22,15 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from minikid import grammar
-from minikid.grammar import Run, find_verb, one_name, only_joins, tokenise, verb_group
+from minikid.grammar import CUT, Run, clauses, find_verb, one_name, tokenise, verb_group
 from minikid.text import is_content, sentences, words
 
 RELATED = "related to"
 
+_QUOTES, _QUOTES_INSIDE = re.compile(r"[\"“”„«»]+"), re.compile(r"(?<=\w)[\"“”„«»]+(?=\w)")
+_DISAMBIGUATION = re.compile(r"(?<=\w)\s*\([^()]*\)\s*$")  # "Night Visions (album)"
 _BRACKETS = re.compile(r"\s*[(\[（【]([^()\[\]（）【】]*)[)\]）】]")
-_CUT = re.compile(r"[;:，、；：。！？…–—()\[\]（）【】]|\s-+\s")  # ends a clause; a comma only sometimes does
 _SIGNS = "$€£<>=≤≥±~+#-", "%°′″+"  # before and behind the number that they belong to
-_LONGEST = 60  # tokens of a piece: no clause is longer, and text without punctuation stays cheap
 
 
 class Triple(NamedTuple):
@@ -58,21 +58,22 @@ class _Reader:
 
     def __init__(self, title: str | None):
         named = title is not None and any(is_content(word) and word not in grammar.HEADINGS for word in words(title))
-        self.title = self.last = " ".join(title.split()) if named else None
+        self.title = self.last = " ".join(_DISAMBIGUATION.sub("", title).split()) if named else None
         self.triples: dict[Triple, None] = {}
 
     def read(self, sentence: str) -> None:
         """Adds one sentence: `subject` and `relation` are its latest clause's, `pending` waits for a subject."""
-        self.text = re.sub(r"[\"“”„«»]", "", " ".join(sentence.split()))
+        self.text = " ".join(_QUOTES.sub("", _QUOTES_INSIDE.sub(" ", sentence)).split())
         self.subject, self.relation = None, ""
         self.pending: list[tuple[str, Run]] = []  # (relation if it has one, words)
         self.covered: set[str] = set()
         brackets = []
         while match := _BRACKETS.search(self.text):
             brackets.append((self.text[: match.start()], match[1]))
-            self.text = self.text[: match.start()] + self.text[match.end() :]
+            glue = " " if self.text[match.end() : match.end() + 1].isalnum() else ""
+            self.text = self.text[: match.start()] + glue + self.text[match.end() :]
         tokens = tokenise(self.text)
-        pieces = self._pieces(tokens)
+        pieces = clauses(self.text, tokens)
         for i, piece in enumerate(pieces):
             self._clause(piece, pieces[i - 1] if i else [], pieces[i + 1] if i + 1 < len(pieces) else [])
         for _, run in self.pending:
@@ -85,50 +86,27 @@ class _Reader:
             if not self.covered.issuperset(words(self._slice(phrase))):
                 self._fragment(phrase)
         self.last = self.subject or self.last
+        anchor = self._slice(phrases[0]) if phrases else ""
         for before, inside in brackets:
             self.text = before
             named = self._phrases(tokenise(before))
-            anchor = self._slice(named[-1]) if named else ""
+            anchor = self._slice(named[-1]) if named else anchor
             self.text = inside
             self._fragment(tokenise(inside), anchor)
-
-    def _pieces(self, tokens: Run) -> list[Run]:
-        """Cuts at punctuation and before the words that open a further clause; such a word stays, as the first."""
-        segments: list[Run] = [[]]
-        for token in tokens:
-            left = segments[-1]
-            gap = self.text[left[-1].end : token.start] if left else ""
-            if (
-                len(left) == _LONGEST
-                or _CUT.search(gap)
-                or ("," in gap and (left[0].word in grammar.PREPOSITIONS or not one_name(left[-1], token)))
-            ):
-                segments.append([])
-            segments[-1].append(token)
-        pieces: list[Run] = []
-        for segment in segments:
-            pieces.append([])
-            for i, token in enumerate(segment):
-                left = pieces[-1]
-                if left and token.word in grammar.CLAUSE_WORDS and left[-1].word not in grammar.PREPOSITIONS:
-                    verb = find_verb(segment[i + 1 :])
-                    further = token.word in grammar.RELATIVES or find_verb(left) is not None
-                    if verb is not None and further and not only_joins(segment[i : i + 1 + verb]):
-                        pieces.append([])
-                pieces[-1].append(token)
-        return [piece for piece in pieces if piece]
+            anchor = anchor or self._slice(self._trim(tokenise(inside)))
 
     def _clause(self, piece: Run, before: Run, after: Run) -> None:
         """Subject, relation and object of one piece, or its place in the clauses around it."""
         lead = piece[0].word if piece[0].word in grammar.CLAUSE_WORDS else ""
         body = piece[1:] if lead else piece
-        verb = find_verb(body)
+        verb = find_verb(piece)
         if verb is None:
             if self.subject:
                 self._fact(self.subject, self.relation, body)
-            elif self._trim(body):
-                self.pending.append(("", body))
+            else:
+                self._wait("", body)
             return
+        verb -= len(piece) - len(body)
         end, start = verb_group(body, verb)
         relation, rest = self._slice(body[verb:start]), body[start:]
         subjects = self._subjects(body[:verb], lead, before)
@@ -140,10 +118,15 @@ class _Reader:
             if verb:
                 self._fragment(body[verb:])  # "We studied ...", "There is ..."
             else:
-                self.pending.append((relation, rest))  # "Compared to usual care, ..."
+                self._wait(relation, rest)  # "Compared to usual care, ..."
             return
+        further = find_verb(rest) if lead in grammar.RELATIVES and not self.subject else None
+        if further:
+            rest, main = rest[:further], rest[further:]  # "Patients | who need blood | were moved"
         for subject in subjects:
             self._fact(subject, relation, rest)
+        if further:
+            return self._clause(main, rest, after)
         for circumstance, run in self.pending:
             self._fact(subjects[-1], circumstance or self._slice(body[verb:end]), run)
         self.pending = []
@@ -155,13 +138,17 @@ class _Reader:
         waiting = [run for relation, run in self.pending if not relation and run[0].word not in grammar.PREPOSITIONS]
         while head and (head[-1].word in grammar.ADVERBS or head[-1].word.endswith("ly")):
             head = head[:-1]
+        if head and head[0].word in grammar.PREPOSITIONS and head[-1].word in grammar.PRONOUNS:  # "In 1995 he won"
+            self._wait("", head[:-1])
+            head = head[-1:]
         named = self._phrases(head)
         if named and head[0].word in grammar.PREPOSITIONS:  # "In the year 1995 Smith won"
-            self.pending.append(("", [token for token in head if token.end <= named[-1][0].start]))
+            self._wait("", [token for token in head if token.end <= named[-1][0].start])
             return [self._slice(named[-1])]
         if named:
-            names = [self._slice(self._trim(run)) for run in (waiting if lead in ("and", "or") else [])]
-            self.pending = [(relation, run) for relation, run in self.pending if not (names and run in waiting)]
+            listed = lead in ("and", "or") or any(token.word in ("and", "or") for token in head)
+            names = [self._slice(self._trim(run)) for run in (waiting if listed else [])]
+            self.pending = [(relation, run) for relation, run in self.pending if not (listed and run in waiting)]
             return [*names, self._slice(self._trim(head))]
         pronoun = next((token.word for token in reversed(head) if token.word in grammar.PRONOUNS), "")
         if lead in grammar.RELATIVES and not pronoun:
@@ -175,6 +162,10 @@ class _Reader:
         if not antecedent and pronoun in grammar.THIRD_PERSON | grammar.POINTING:
             antecedent = self.last
         return [antecedent] if antecedent and pronoun not in grammar.SPEAKERS else []
+
+    def _wait(self, relation: str, run: Run) -> None:
+        if self._trim(run):
+            self.pending.append((relation, run))
 
     def _fact(self, subject: str, relation: str, run: Run) -> None:
         """One fact, the phrases of its object as further objects, and the way back from each of them."""
@@ -195,11 +186,13 @@ class _Reader:
     def _fragment(self, run: Run, bracketed_by: str = "") -> None:
         """A run of words without a subject: said of the one spoken of, or of the phrase whose bracket it fills."""
         whole = self._trim(run)
-        anchor = bracketed_by or self.subject or self.last or next((t.subject for t in reversed(self.triples)), "")
+        latest = next((triple.subject for triple in reversed(self.triples)), "")
+        others = (one for one in (bracketed_by, self.subject, self.last, latest) if one and one != self._slice(whole))
+        anchor = next(others, "")
         if whole and anchor:
             self._add(anchor, RELATED, self._slice(whole))
         for phrase in filter(_names_something, self._phrases(whole) if bracketed_by else []):
-            self._add(self._slice(phrase), RELATED, anchor)
+            self._add(self._slice(phrase), RELATED, bracketed_by)
         self._relate(whole)
 
     def _relate(self, whole: Run) -> None:
@@ -227,8 +220,8 @@ class _Reader:
     def _trim(self, run: Run) -> Run:
         """The run from its first word that can open a noun phrase to its last that is no stopword; maybe empty."""
         last = max((i for i, token in enumerate(run) if not token.stop), default=-1)
-        first = next((i for i, token in enumerate(run) if token.word not in grammar.NO_OPENING), 0)
-        return run[first : last + 1]
+        first = next((i for i, token in enumerate(run) if not (token.stop and token.word in grammar.NO_OPENING)), last)
+        return run[max(0, min(first, last)) : last + 1]
 
     def _phrases(self, run: Run) -> list[Run]:
         """The stopword-delimited phrases of a run; a place or date keeps its one comma, a list is divided at each."""
@@ -236,7 +229,7 @@ class _Reader:
         for i, token in enumerate(run):
             before = run[i - 1] if i else None
             gap = self.text[before.end : token.start] if before else ""
-            joined = before and not before.stop and not _CUT.search(gap) and ("," not in gap or one_name(before, token))
+            joined = before and not before.stop and not CUT.search(gap) and ("," not in gap or one_name(before, token))
             if joined and not token.stop:
                 phrases[-1].append(token)
             elif not token.stop:
