@@ -1,0 +1,203 @@
+"""Generate text: `python generate.py --decoder kid`. Text on standard output, everything else on standard error."""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from minikid import options
+from minikid.decode import KID, Generation, LittleKID, Vanilla, generate_batch, greedy
+from minikid.model import GPT, Tokenizer, load
+from minikid.passages import Passage
+from minikid.retrieve import BM25
+
+PROMPT = "Does marijuana impair driving ability?"
+DECODERS = ("greedy", "sample", "kid", "little-kid")
+COLOUR, PLAIN = "\x1b[36m", "\x1b[0m"
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="generate.py", description="Knowledge-infused decoding on a GPT-2 / Llama model."
+    )
+    parser.add_argument("--decoder", default="kid", choices=DECODERS, help="default: %(default)s")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help=f"default: {PROMPT!r}")
+    prompt.add_argument("--prompt-file", metavar="F", help="a UTF-8 text file; - for standard input")
+    prompt.add_argument("stdin", nargs="?", choices=["-"], metavar="-", help="the prompt from standard input")
+    knowledge = parser.add_argument_group("knowledge")
+    knowledge.add_argument(
+        "--knowledge",
+        nargs="+",
+        metavar="FILE",
+        help="passages (.txt, .jsonl, DPR .tsv) or triples (.tsv of 3 columns); default: the built-in passages",
+    )
+    knowledge.add_argument(
+        "--retriever", default="bm25", choices=("bm25", "none"), help="none: all passages (default: %(default)s)"
+    )
+    knowledge.add_argument("-k", type=options.count, default=5, help="passages to retrieve (default: %(default)s)")
+    knowledge.add_argument("--context", action="store_true", help="put the passages into the prompt as well")
+    options.add_model_options(parser)
+    options.add_decoding_options(parser)
+    parser.add_argument("--num-samples", type=options.count, default=1, metavar="N", help="default: %(default)s")
+    parser.add_argument("--json", action="store_true", help="one JSON object per generation on standard output")
+    args = parser.parse_args(argv)
+    try:
+        options.settle(args)
+        args.question = read_prompt(args)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    for file in args.knowledge or []:
+        if not Path(file).is_file():
+            parser.error(f"--knowledge {file}: no such file")
+    if args.num_samples < 1:
+        parser.error("--num-samples: expected 1 or more")
+    return args
+
+
+def read_prompt(args: argparse.Namespace) -> str:
+    if args.stdin or args.prompt_file == "-":
+        text = sys.stdin.read()
+    elif args.prompt_file:
+        text = Path(args.prompt_file).read_text(encoding="utf-8")
+    else:
+        text = PROMPT if args.prompt is None else args.prompt
+    text = text.rstrip("\n")
+    if not text.strip():
+        raise ValueError("the prompt is empty; give --prompt TEXT, --prompt-file F or -")
+    return text
+
+
+def retrieve(args: argparse.Namespace, passages: list[Passage]) -> list[Passage]:
+    if args.retriever == "none" or not passages:
+        return passages
+    return [hit.passage for hit in BM25(passages).search(args.question, args.k)]
+
+
+def make_policy(args: argparse.Namespace, tokenizer: Tokenizer, knowledge) -> Vanilla | KID | LittleKID:
+    if args.decoder == "little-kid":
+        return LittleKID(knowledge, tokenizer, options.make_update(args))
+    if args.decoder == "kid":
+        return KID(
+            knowledge,
+            tokenizer,
+            options.make_update(args),
+            demonstrations=args.demonstrations,
+            hops=args.hops,
+            window=args.window,
+            question=args.question,
+        )
+    return Vanilla()
+
+
+class Stream:
+    """Prints a generation as it grows; knowledge tokens in colour on a terminal."""
+
+    def __init__(self, tokenizer: Tokenizer, colour: bool):
+        self.tokenizer, self.colour = tokenizer, colour
+        self.tokens: list[int] = []
+        self.place, self.written = (0, 0), ""
+
+    def __call__(self, row: int, token: int, state) -> None:
+        self.tokens.append(token)
+        text, self.place = self.tokenizer.read_on(self.tokens, self.place)
+        self.write(text, self.colour and token in getattr(state, "demonstrations", ()))
+
+    def write(self, text: str, coloured: bool = False) -> None:
+        self.written += text
+        print(f"{COLOUR}{text}{PLAIN}" if text and coloured else text, end="", flush=True)
+
+    def close(self) -> None:
+        self.write(self.tokenizer.decode(self.tokens)[len(self.written) :] + "\n")
+
+
+def as_json(
+    args: argparse.Namespace, sample: int, row: Generation, tokenizer: Tokenizer, passages: list[Passage]
+) -> str:
+    record = {
+        "prompt": args.question,
+        "decoder": args.decoder,
+        "seed": args.seed + sample,
+        "text": tokenizer.decode(row.tokens),
+        "tokens": row.tokens,
+        "log_probs": row.log_probs,
+        "stop": row.stop,
+        "forwarded": row.forwarded,
+        "passages": [passage.id for passage in passages],
+    }
+    if args.decoder in ("kid", "little-kid"):
+        record["knowledge"] = [
+            token in state.demonstrations for token, state in zip(row.tokens, row.states, strict=True)
+        ]
+        record["kl"] = [state.kl for state in row.states]
+        record["beta"] = [state.beta for state in row.states]
+    return json.dumps(record, ensure_ascii=False)
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def run(args: argparse.Namespace) -> None:
+    began = time.perf_counter()
+    found, triples = options.read_knowledge(args.knowledge or [options.builtin_knowledge()])
+    passages = retrieve(args, found)
+    model, tokenizer = load(args.model, args.device, options.DTYPES[args.dtype])
+    chat = tokenizer.template is not None if args.chat is None else args.chat
+    text = options.with_context(args.question, passages) if args.context else args.question
+    prompt = tokenizer.prompt(text, chat)
+    knowledge = options.build_trie(passages, triples)
+    if args.decoder in ("kid", "little-kid"):
+        note(
+            f"{len(knowledge.triples)} triples from {len(passages)} passages"
+            + (f" and {len(triples)} of the files" if triples else "")
+        )
+    policy = make_policy(args, tokenizer, knowledge)
+    stream = Stream(tokenizer, sys.stdout.isatty() and "NO_COLOR" not in os.environ)
+    live = args.num_samples == 1 and not args.json
+    rows = generate_rows(args, model, prompt, policy, stream if live else None)
+    if live:
+        stream.close()
+    for i, row in enumerate(rows):
+        if args.json:
+            print(as_json(args, i, row, tokenizer, passages), flush=True)
+        elif not live:
+            print(f"[{i + 1}] {tokenizer.decode(row.tokens)}", flush=True)
+    seconds = time.perf_counter() - began
+    total = sum(len(row.tokens) for row in rows)
+    note(f"{total} tokens, {sum(row.forwarded for row in rows)} forwarded, {seconds:.1f} s in all")
+
+
+def generate_rows(args: argparse.Namespace, model: GPT, prompt: list[int], policy, on_token) -> list[Generation]:
+    n = args.num_samples
+    return generate_batch(
+        model,
+        [prompt] * n,
+        [policy] * n,
+        greedy if args.decoder == "greedy" else options.make_sampler(args),
+        max_new_tokens=args.max_new_tokens,
+        generators=[torch.Generator().manual_seed(args.seed + i) for i in range(n)],
+        on_token=on_token,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    try:
+        run(args)
+    except (ValueError, OSError) as error:
+        note(f"generate.py: error: {error}")
+        return 1
+    except KeyboardInterrupt:
+        note("interrupted")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""What the programs share: command-line options, presets, and the making of policies and prompts from them."""
+
+import argparse
+from collections.abc import Iterable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minikid import weights
+from minikid.decode import Sampler, Update
+from minikid.kgclue import join_subject, read_facts
+from minikid.knowledge import KnowledgeTrie
+from minikid.passages import Passage, holds_triples, read_passages
+from minikid.triples import Triple
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Every option that a preset sets may be given on the command line as well, which then wins.
+PRESETS: dict[str, dict[str, Any]] = {
+    "default": {  # chosen by measurement, see the README
+        "reward": "log-sum",
+        "optimiser": "exact",
+        "rule": "solve",
+        "sigma": 0.3,
+        "beta": 1.0,
+        "demonstrations": "path",
+        "hops": 2,
+        "window": 4,
+        "top_k": 20,
+        "top_p": 0.9,
+    },
+    "paper": {  # KID 3.3, A.2 and Table 5
+        "reward": "sum-log",
+        "optimiser": "adam",
+        "rule": "adapt",
+        "sigma": 0.02,
+        "beta": 1.0,
+        "demonstrations": "bag",
+        "hops": 4,
+        "window": 4,
+        "top_k": 20,
+        "top_p": 0.9,
+    },
+    "released": {  # the constants of the authors' program, without its faults
+        "reward": "log-sum",
+        "optimiser": "cache",
+        "rule": "fixed",
+        "sigma": 0.02,
+        "beta": 0.01,
+        "demonstrations": "bag",
+        "hops": 1,
+        "window": 4,
+        "top_k": 20,
+        "top_p": 0.92,
+    },
+}
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model",
+        default=weights.DEFAULT,
+        metavar="NAME|DIR",
+        help="built-in name, HF id, or HF-layout folder (default: %(default)s)",
+    )
+    group.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: %(default)s)")
+    group.add_argument("--dtype", default="float32", choices=DTYPES, help="of the weights (default: %(default)s)")
+    group.add_argument(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        help="wrap the prompt in the model's chat template (default: if it has one)",
+    )
+
+
+def add_decoding_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("decoding")
+    group.add_argument("--max-new-tokens", type=count, default=80, metavar="N", help="default: %(default)s")
+    group.add_argument("--seed", type=int, default=0, help="sample i draws with seed + i (default: %(default)s)")
+    group.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: %(default)s)")
+    group.add_argument(
+        "--top-k", type=count, metavar="K", help="keep the K most probable tokens, 0 for all (default: 20)"
+    )
+    group.add_argument("--top-p", type=float, metavar="P", help="keep the smallest set of mass P (default: 0.9)")
+    kid = parser.add_argument_group("KID")
+    kid.add_argument(
+        "--preset",
+        default="default",
+        choices=PRESETS,
+        help="paper: the letter of the paper; released: that of the authors' program",
+    )
+    kid.add_argument("--reward", choices=("sum-log", "log-sum"), help="reading of Eq. 3")
+    kid.add_argument(
+        "--optimiser",
+        choices=("exact", "adam", "cache"),
+        help="closed form, K steps of Adam, or steps on the key-value cache",
+    )
+    kid.add_argument(
+        "--rule", choices=("solve", "adapt", "fixed"), help="beta: solved for sigma, Algorithm 1's rule, or constant"
+    )
+    kid.add_argument("--sigma", type=float, help="target KL(pi || p) per step, in nats: the strength of infusion")
+    kid.add_argument("--beta", type=float, help="weight of the KL penalty: where 'adapt' starts, what 'fixed' keeps")
+    kid.add_argument(
+        "--steps", type=count, default=3, metavar="K", help="gradient steps of adam and cache (default: %(default)s)"
+    )
+    kid.add_argument("--lr", type=float, default=0.1, help="Adam's learning rate (default: %(default)s)")
+    kid.add_argument("--demonstrations", choices=("path", "bag"), help="values as token paths, or as bags of tokens")
+    kid.add_argument("--hops", type=count, metavar="N", help="h_max, hops per query")
+    kid.add_argument("--window", type=count, metavar="N", help="w_max, concepts in the local memory")
+
+
+def count(text: str) -> int:
+    """An argparse type: a whole number from 0."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"expected 0 or more, got {value}")
+    return value
+
+
+def settle(args: argparse.Namespace) -> argparse.Namespace:
+    """Fill what the command line left open from the preset. ValueError for values that the policies would refuse."""
+    for name, value in PRESETS[args.preset].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    if args.optimiser == "cache" and args.rule == "solve":
+        raise ValueError("--optimiser cache has no closed form to solve beta for; use --rule adapt or --rule fixed")
+    make_sampler(args)
+    make_update(args)
+    return args
+
+
+def make_sampler(args: argparse.Namespace) -> Sampler:
+    return Sampler(args.temperature, args.top_k, args.top_p)
+
+
+def make_update(args: argparse.Namespace) -> Update:
+    optimiser = "exact" if args.optimiser == "cache" else args.optimiser  # the cache's steps are not an Update's
+    return Update(args.reward, optimiser, args.rule, args.sigma, args.beta, args.steps, args.lr)
+
+
+def builtin_knowledge() -> Path:
+    """The passages that come with the package."""
+    return Path(str(resources.files("minikid") / "passages.jsonl"))
+
+
+def read_knowledge(files: Iterable[str | Path]) -> tuple[list[Passage], list[Triple]]:
+    """Passages and triples of any mixture of files, by their kind."""
+    passages: list[Passage] = []
+    triples: list[Triple] = []
+    for file in files:
+        if holds_triples(file):
+            triples += [
+                Triple(join_subject(fact.subject, fact.meaning), fact.predicate, fact.value)
+                for fact in read_facts(file)
+            ]
+        else:
+            passages += read_passages(file)
+    return passages, triples
+
+
+def build_trie(passages: Sequence[Passage], triples: Sequence[Triple]) -> KnowledgeTrie:
+    """G_ext of passages, whose triples are extracted, and of ready-made triples."""
+    return KnowledgeTrie.from_triples([*KnowledgeTrie.from_text(passages).triples, *triples])
+
+
+def with_context(question: str, passages: Sequence[Passage]) -> str:
+    """The prompt of retrieval-augmented generation: the passages, best first, then the question."""
+    if not passages:
+        return question
+    blocks = [f"{passage.title}: {passage.text}" if passage.title else passage.text for passage in passages]
+    return "\n\n".join(["Answer the question using these passages.", *blocks, f"Question: {question}"])
