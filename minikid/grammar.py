@@ -33,7 +33,9 @@ PREPOSITIONS = _set(
 )
 RELATIVES = _set("which who whom where whose that")
 CLAUSE_WORDS = RELATIVES | _set("and but or while whereas although though because since when if so unless whether")
-ADVERBS = _set("not also often never still only then now always usually currently later first thus once both all ever")
+ADVERBS = _set(
+    "not also often never still only then now always usually currently later first thus once both all ever together"
+)
 PLURALS = _set("they we i you people data women men children who which")
 SINGULARS = _set("it he she this that who which")
 # What a subject or an object does not open with; "more effective" and "not safe" keep their first word.
@@ -42,20 +44,32 @@ NO_OPENING |= PRONOUNS - {"one", "both"}
 # Verbs by their stems, for the forms in -s and the plain form; forms in -ed need no list. The second list holds verbs
 # that are as often nouns: they count only before a word that opens a noun phrase ("results in", "supports the").
 VERBS = _set(
-    """accept achiev affect allow appear appli arriv assess associ attend becom begin believ belong borrow bring
-    build carri compris conclud confirm connect consid consist constitut contain continu contribut creat decid
-    defin demonstr depend describ determin develop die differ discov emerg employ enabl encourag establish evalu
-    examin exist explain express extend find follow generat get give go grow happen identifi impair impli improv
-    includ indic inhibit interact introduc invent investig involv join keep know leav lie live lose maintain
-    make meet move observ occur oper perform possess predict prefer prevent promot prove provid publish put
-    reach receiv recommend reduc refer reflect relat releas remain remov replac repres requir reveal say see
-    seem sell serv speak stay stimul suffer suggest take teach tell tend transmit travel write"""
+    """absorb accept achiev advis affect agre allow appear appli argu arrest arriv assess associ attend attract
+    avoid becom begin believ belong bind borrow break breath bring build burn buy carri celebr choos circul
+    climb collect combin commit communic compet compos compris conclud confirm connect conserv consid consist
+    constitut consum contain continu contribut convert correspond creat decid defin deliv demonstr deni depend
+    deriv describ destroy determin develop die differ digest disappear discov dissolv distinguish distribut
+    disturb eat emerg employ enabl encourag enforc enjoy ensur enter erupt escap establish evalu evolv examin
+    exceed excit exert exist expand expect explain express extend fail feed feel fill find fli float follow
+    forbid freez generat get give go goe govern grow happen harm hear identifi impair impli improv includ indic
+    inherit inhibit inject inspir interact interpret introduc invent investig involv join judg keep know lay
+    learn leav let lie lift live lose lower maintain make meet melt migrat mix modifi move observ obtain occur
+    oper origin owe pay perform possess predict prefer prepar prevent proceed promot protect prove provid
+    publish pull push put rais reach react recal receiv recommend reduc refer reflect regul relat relax releas
+    reli remain remind remov repair replac repres reproduc requir resist respond restor retain reveal rotat say
+    see seem sell send separ serv shine sing sit slow solv speak split stay stimul strengthen stretch struggl
+    suffer suggest surviv sustain swim take teach tell tend think throw translat transmit travel weaken wear
+    weav weigh widen write"""
 )
 NOUN_VERBS = _set(
-    """act address aim attack attempt base call caus chang claim control cover decreas design effect end estim
-    face featur flow focus form gain help hold impact increas influenc lead look mark mean measur mention need
-    offer open own play present produc record report result return rise rule run set show spread stand start
-    state stop studi support surround treat turn use vari win work yield"""
+    """act address age aim attack attempt balanc base block branch bridg call cast catch caus chang charg chart
+    circl claim coach combat compound conflict control cool count cover cross damag decay declin decreas design
+    direct drain drink drop effect end estim face featur fight fish flow focus forc form function gain guard
+    heat help hold host hunt impact increas influenc lack land last lead link list look mark mean measur mention
+    name need offer open orbit own pass peak plan play present press process produc project pump rank record
+    report result return rise rule run set share show signal sleep smell spin spread stand start state stop
+    store strike studi support surround tast tie touch train trap treat trigger turn use vari vote walk warm
+    wave win work yield"""
 )
 PAST = _set(
     """became began brought built came caught chose drew drove fell fought found gave got grew held kept knew
@@ -177,11 +191,13 @@ def _is_verb(run: Run, i: int) -> bool:
     clear, unclear = stem(word) in VERBS, stem(word) in NOUN_VERBS and opens
     if word.endswith("s"):
         if subject is None:
-            return clear and opens and not run[i].capital  # "... and refers to"
+            return clear and not run[i].capital  # "... and refers to"
         singular = subject.capital or before in SINGULARS or not before.endswith("s") or before.endswith(_SINGULAR_ENDS)
         return singular and (clear or (unclear and not any(_looks_finite(token) for token in rest)))
-    plural = before in PLURALS or (before.endswith("s") and not before.endswith(_SINGULAR_ENDS))
-    return plural and (clear or unclear)
+    both = any(token.word == "and" for token in earlier)  # "cannabis and alcohol impair"
+    plural = both or before in PLURALS or (before.endswith("s") and not before.endswith(_SINGULAR_ENDS))
+    noun = word.endswith(("ion", "ment", "ance", "ence")) or (word.endswith(("er", "or")) and stem(word) != word)
+    return plural and not noun and (clear or unclear)
 
 
 def _looks_finite(token: Token) -> bool:
@@ -190,6 +206,7 @@ def _looks_finite(token: Token) -> bool:
 
 
 def find_verb(run: Run) -> int | None:
+    """Index of the first verb of a piece, which may begin with the word that opens its clause."""
     return next((i for i in range(len(run)) if _is_verb(run, i)), None)
 
 
