@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minikid.flatten import END, LIMIT, NARROW, SEPARATOR, group_values, lay_out, sort_keys
-from minikid.knowledge import KnowledgeTrie as KnowledgeTrie  # the other trie, under its stable name
-from minikid.triples import Triple as Triple
-from minikid.triples import extract_triples as extract_triples
+from minikid.knowledge import KnowledgeTrie  # noqa: F401  # the other trie, under its stable name
+from minikid.triples import Triple, extract_triples  # noqa: F401
 
 if TYPE_CHECKING:
     import torch
