@@ -9,14 +9,15 @@ sampler, called as `sampler(log_p[V], generator) -> token`, draws with the gener
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from minikid.generation import Generation, Policy, check_room, log_probabilities, read_prompts
 from minikid.kid import BETA_RANGE, adam_policy, adapt_beta, exact_policy, solve_beta
-from minikid.model import GPT, Cache
+from minikid.model import GPT
 from minikid.policies import KID, LittleKID, Update
 
 __all__ = [
@@ -35,14 +36,6 @@ __all__ = [
     "greedy",
     "solve_beta",
 ]
-
-
-class Policy(Protocol):
-    """What the loop asks of a policy."""
-
-    def start(self, prompt: Sequence[int]) -> Any: ...
-
-    def __call__(self, log_pi: Tensor, tokens: Sequence[int], state: Any) -> tuple[Tensor, Any]: ...
 
 
 class Vanilla:
@@ -97,17 +90,6 @@ class Sampler:
             return greedy(log_p)
         p, tokens = self.distribution(log_p)
         return int(tokens[torch.multinomial(p, 1, generator=generator)])
-
-
-@dataclass
-class Generation:
-    """One continuation of a prompt."""
-
-    tokens: list[int] = field(default_factory=list)  # without the eos that ended it
-    states: list[Any] = field(default_factory=list)  # the policy's state behind each token
-    log_probs: list[float] = field(default_factory=list)  # of each token under the policy, before the sampler's cuts
-    stop: str = "length"  # "eos" or "length"
-    forwarded: int = 0  # tokens that the model read for this row; a shared prompt counts in the first row only
 
 
 OnToken = Callable[[int, int, Any], None]  # row, token, state
@@ -167,7 +149,7 @@ def generate_batch(
     running = list(range(len(prompts)))
     cache, logits = read_prompts(model, prompts, rows)
     while True:
-        log_pi, going = logits.float().log_softmax(-1) if logits.dtype != torch.float64 else logits.log_softmax(-1), []
+        log_pi, going = log_probabilities(logits), []
         for i, row in enumerate(running):
             log_p, states[row] = policies[row](log_pi[i], rows[row].tokens, states[row])
             token = sampler(log_p, generators[row])
@@ -189,34 +171,3 @@ def generate_batch(
         logits = model(last, cache)[:, -1]
         for row in running:
             rows[row].forwarded += 1
-
-
-def read_prompts(model: GPT, prompts: Sequence[Sequence[int]], rows: Sequence[Generation]) -> tuple[Cache, Tensor]:
-    """A cache with one row per prompt and the logits behind each; equal prompts are forwarded once."""
-    # B prompts of [T] -> cache, [B, V]
-    distinct = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
-    place = {prompt: i for i, prompt in enumerate(distinct)}
-    caches, logits = [], []
-    for prompt in distinct:
-        caches.append(model.new_cache())
-        states = model.hidden(torch.tensor([prompt], device=model.device), caches[-1])
-        logits.append(model.head(states[:, -1]))
-    for prompt in distinct:
-        rows[[tuple(p) for p in prompts].index(prompt)].forwarded += len(prompt)
-    order = [place[tuple(prompt)] for prompt in prompts]
-    cache = caches[0] if len(distinct) == 1 else Cache.stack(caches)
-    if order != list(range(cache.batch)):
-        cache = cache.select(order)
-    return cache, torch.cat(logits)[order]
-
-
-def check_room(model: GPT, prompt: Sequence[int], max_new_tokens: int) -> None:
-    """ValueError unless the prompt is there and fits the model's positions with what is to be generated."""
-    if len(prompt) == 0:
-        raise ValueError("the prompt is empty; expected at least one token to continue")
-    room = model.config.max_positions - len(prompt)
-    if max_new_tokens > room:
-        raise ValueError(
-            f"a prompt of {len(prompt)} tokens leaves room for {max(room, 0)} more of this model's "
-            f"{model.config.max_positions} positions, but {max_new_tokens} were asked for; shorten the prompt or ask for fewer"
-        )
