@@ -68,9 +68,12 @@ class Sampler:
             raise ValueError(f"expected temperature >= 0, top_k >= 0 and 0 < top_p <= 1, got {self}")
 
     def distribution(self, log_p: Tensor) -> tuple[Tensor, Tensor]:
-        """The probabilities that are drawn from, most probable first, and their tokens; on the CPU."""
+        """The probabilities that are drawn from and their tokens, on the CPU; most probable first if any were cut.
+
+        Top-p counts the mass that top-k left, renormalised, as the usual programs do.
+        """
         # [V] -> [n], [n]
-        scaled = log_p.float() / self.temperature
+        scaled = (log_p - log_p.max()).float() / self.temperature  # at most 0, so that no temperature overflows
         if 0 < self.top_k < len(scaled):
             scaled, tokens = scaled.topk(self.top_k)
         elif self.top_p < 1:
@@ -79,9 +82,8 @@ class Sampler:
             tokens = torch.arange(len(scaled), device=scaled.device)
         p = scaled.softmax(0)
         if self.top_p < 1:
-            kept = p.cumsum(0) - p < self.top_p  # a token stays if those before it do not reach top_p yet
-            kept[0] = True
-            p, tokens = p[kept] / p[kept].sum(), tokens[kept]
+            kept = 1 + int((p.cumsum(0)[:-1] < self.top_p).sum())  # a token stays if those before do not reach top_p
+            p, tokens = p[:kept] / p[:kept].sum(), tokens[:kept]
         return p.cpu(), tokens.cpu()
 
     def __call__(self, log_p: Tensor, generator: torch.Generator | None = None) -> int:

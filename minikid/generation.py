@@ -62,6 +62,8 @@ def read_prompts(model: GPT, prompts: Sequence[Sequence[int]], rows: Sequence[Ge
 
 def check_room(model: GPT, prompt: Sequence[int], max_new_tokens: int) -> None:
     """ValueError unless the prompt is there and fits the model's positions with what is to be generated."""
+    if max_new_tokens < 0:
+        raise ValueError(f"expected max_new_tokens >= 0, got {max_new_tokens}")
     if len(prompt) == 0:
         raise ValueError("the prompt is empty; expected at least one token to continue")
     room = model.config.max_positions - len(prompt)

@@ -9,7 +9,7 @@ Algorithm 1 is applied.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -52,16 +52,15 @@ class Update:
     def __call__(self, log_pi: Tensor, counts: Tensor, beta: float) -> tuple[Tensor, float, float]:
         """The updated log-probabilities, KL(pi || p), and the beta of the next step."""
         # [V], [V] -> [V], scalar, scalar
-        if self.rule == "solve":
-            beta = solve_beta(log_pi, counts, self.sigma, self.reward)
+        weight = solve_beta(log_pi, counts, self.sigma, self.reward) if self.rule == "solve" else beta
         if self.optimiser == "exact":
-            log_p = exact_policy(log_pi, counts, beta, self.reward)
+            log_p = exact_policy(log_pi, counts, weight, self.reward)
         else:
-            log_p = adam_policy(log_pi, counts, beta, self.reward, self.steps, self.lr)
+            log_p = adam_policy(log_pi, counts, weight, self.reward, self.steps, self.lr)
         if log_p is log_pi:  # no demonstrations that could move anything: beta is left alone
             return log_pi, 0.0, beta
         kl = kl_divergence(log_pi, log_p)
-        return log_p, kl, adapt_beta(beta, kl, self.sigma) if self.rule == "adapt" else beta
+        return log_p, kl, adapt_beta(weight, kl, self.sigma) if self.rule == "adapt" else weight
 
 
 @dataclass(frozen=True)
@@ -72,53 +71,62 @@ class KIDState:
     paths: "Paths"  # the values that G_loc leads to
     beta: float  # of the next step
     tail: str = ""  # the unfinished word at the end of the text
-    last: str = ""  # the last character of the text
+    bare: frozenset[int] = frozenset()  # numbers of tokens behind which a word has no space of its own
     place: tuple[int, int] = (0, 0)  # how far the tokens are read (Tokenizer.read_on)
-    done: frozenset[str] = frozenset()  # values that the text has completed
+    done: frozenset[str] = frozenset()  # values that the text has completed, known to G_loc or not
     demonstrations: frozenset[int] = frozenset()  # D of the step that chose the last token
     kl: float = 0.0  # KL(pi || p) of that step, nats
+
+
+Path = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """A value as token paths: behind a space, and where a word has no space of its own."""
+
+    spaced: Path
+    bare: Path
+
+    def ends(self, tokens: Sequence[int], bare: frozenset[int]) -> bool:
+        """Whether the tokens end in the value."""
+        return _end(tokens, len(self.spaced)) == self.spaced or (
+            len(tokens) - len(self.bare) in bare and _end(tokens, len(self.bare)) == self.bare
+        )
 
 
 @dataclass(frozen=True)
 class Paths:
     """Values by hop as token paths: what continues a path from inside, and what begins one."""
 
-    continuations: dict[tuple[int, ...], frozenset[tuple[int, int]]]  # the tokens so far -> (hop, next token)
-    ends: dict[tuple[int, ...], str]  # whole path -> value
+    spaced: dict[Path, frozenset[tuple[int, int]]]  # the tokens of a path so far -> (hop, next token)
+    bare: dict[Path, frozenset[tuple[int, int]]]
     starts: tuple[tuple[int, str, int, int], ...]  # (hop, value, first token after a space, first token after none)
     bag: frozenset[tuple[int, int]]  # (hop, token) of every token of every value
     longest: int
 
     @classmethod
-    def of(cls, hops: Sequence[Sequence[str]], spell: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> "Paths":
-        continuations: dict[tuple[int, ...], set[tuple[int, int]]] = {}
-        ends, starts = {}, []
-        for hop, values in enumerate(hops):
-            for value in values:
-                for path in spell[value]:
-                    ends[path] = value
-                    for i in range(1, len(path)):
-                        continuations.setdefault(path[:i], set()).add((hop, path[i]))
-                spaced, bare = spell[value]
-                starts.append((hop, value, spaced[0], bare[0]))
-        frozen = {prefix: frozenset(following) for prefix, following in continuations.items()}
-        bag = frozenset((hop, token) for hop, value, *_ in starts for token in spell[value][0])
-        return cls(frozen, ends, tuple(starts), bag, max(map(len, ends), default=0))
+    def of(cls, hops: Sequence[Sequence[str]], spell: Mapping[str, Spelling]) -> "Paths":
+        found = [(hop, value, spell[value]) for hop, values in enumerate(hops) for value in values if value in spell]
+        spaced = _continuations((hop, spelling.spaced) for hop, _, spelling in found)
+        bare = _continuations((hop, spelling.bare) for hop, _, spelling in found)
+        starts = tuple((hop, value, spelling.spaced[0], spelling.bare[0]) for hop, value, spelling in found)
+        bag = frozenset((hop, token) for hop, _, spelling in found for token in spelling.spaced)
+        return cls(spaced, bare, starts, bag, max(map(len, [*spaced, *bare]), default=0))
 
-    def completed(self, tokens: Sequence[int]) -> Iterable[str]:
-        """Values whose path is the end of the tokens."""
-        for length in range(1, min(self.longest, len(tokens)) + 1):
-            if value := self.ends.get(tuple(tokens[len(tokens) - length :])):
-                yield value
-
-    def next(self, tokens: Sequence[int], done: frozenset[str], spaced: bool) -> set[tuple[int, int]]:
+    def next(self, tokens: Sequence[int], bare: frozenset[int], done: frozenset[str]) -> set[tuple[int, int]]:
         """(hop, token) pairs: what continues the longest path that the tokens end in, else what begins an unfinished
         one.
         """
-        for length in range(min(self.longest - 1, len(tokens)), 0, -1):
-            if following := self.continuations.get(tuple(tokens[len(tokens) - length :])):
-                return set(following)
-        return {(hop, after if spaced else bare) for hop, value, after, bare in self.starts if value not in done}
+        for length in range(min(self.longest, len(tokens)), 0, -1):
+            prefix = _end(tokens, length)
+            following = set(self.spaced.get(prefix, ()))
+            if len(tokens) - length in bare:
+                following.update(self.bare.get(prefix, ()))
+            if following:
+                return following
+        here = len(tokens) in bare
+        return {(hop, first if here else after) for hop, value, after, first in self.starts if value not in done}
 
 
 class KID:
@@ -149,12 +157,17 @@ class KID:
         self.knowledge, self.tokenizer, self.update = knowledge, tokenizer, update or Update()
         self.form, self.hops, self.window, self.question = demonstrations, hops, window, question
         self._spelling = _spell({triple.object for triple in knowledge.triples}, tokenizer)
+        self._by_last: dict[int, list[str]] = {}  # values by their last token
+        for value, spelling in self._spelling.items():
+            for token in {spelling.spaced[-1], spelling.bare[-1]}:
+                self._by_last.setdefault(token, []).append(value)
 
     def start(self, prompt: Sequence[int]) -> KIDState:
         """G_loc begins with the concepts of the question, the last `window` of them."""
         text = self.tokenizer.decode(prompt)
         memory = self._remember(LocalMemory(self.window), [text if self.question is None else self.question])
-        return KIDState(memory, self._query(memory), self.update.beta, last=text[-1:])
+        _, tail = complete_words("", text)
+        return KIDState(memory, self._query(memory), self.update.beta, tail=tail, bare=_bare(text, 0))
 
     def __call__(self, log_pi: Tensor, tokens: Sequence[int], state: KIDState) -> tuple[Tensor, KIDState]:
         # [V] -> [V]
@@ -166,10 +179,7 @@ class KID:
         """Take in the tokens that are new since the state, and count what the knowledge demonstrates next."""
         # -> state, [V]
         state = self._read(tokens, state)
-        if self.form == "bag":
-            following = state.paths.bag
-        else:
-            following = state.paths.next(tokens, state.done, spaced=(state.last + " ")[0] not in BARE)
+        following = state.paths.bag if self.form == "bag" else state.paths.next(tokens, state.bare, state.done)
         n = Counter(token for _, token in following)
         counts = torch.zeros_like(like)
         if n:
@@ -179,20 +189,18 @@ class KID:
         return replace(state, demonstrations=frozenset(n)), counts
 
     def _read(self, tokens: Sequence[int], state: KIDState) -> KIDState:
-        text, place = self.tokenizer.read_on(tokens, state.place)
-        if not text:
-            return state
-        words, tail = complete_words(state.tail, text)
-        memory = self._remember(state.memory, words)
-        return replace(
-            state,
-            memory=memory,
-            paths=state.paths if memory == state.memory else self._query(memory),
-            tail=tail,
-            last=text[-1],
-            place=place,
-            done=state.done.union(state.paths.completed(tokens)),
-        )
+        """The state behind all of the tokens, taken in one by one."""
+        memory, tail, place, bare, done = state.memory, state.tail, state.place, state.bare, set(state.done)
+        for end in range(place[1] + 1, len(tokens) + 1):
+            text, place = self.tokenizer.read_on(tokens[:end], place)
+            if text:
+                words, tail = complete_words(tail, text)
+                memory = self._remember(memory, words)
+                bare |= _bare(text, end)
+            ending = self._by_last.get(tokens[end - 1], ())
+            done.update(value for value in ending if self._spelling[value].ends(tokens[:end], bare))
+        paths = state.paths if memory == state.memory else self._query(memory)
+        return replace(state, memory=memory, paths=paths, tail=tail, place=place, bare=bare, done=frozenset(done))
 
     def _remember(self, memory: LocalMemory, texts: Iterable[str]) -> LocalMemory:
         for text in texts:
@@ -209,7 +217,8 @@ class LittleKID:
 
     def __init__(self, knowledge: KnowledgeTrie, tokenizer: Tokenizer, update: Update | None = None):
         self.update = update or Update()
-        self.tokens = sorted({t for spaced, _ in _spell(knowledge.values(), tokenizer).values() for t in spaced})
+        spellings = _spell(knowledge.values(), tokenizer).values()
+        self.tokens = sorted({token for spelling in spellings for token in spelling.spaced})
 
     def start(self, prompt: Sequence[int]) -> KIDState:
         return KIDState(LocalMemory(1), Paths.of([], {}), self.update.beta, demonstrations=frozenset(self.tokens))
@@ -222,6 +231,25 @@ class LittleKID:
         return log_p, replace(state, beta=beta, kl=kl)
 
 
-def _spell(values: Iterable[str], tokenizer: Tokenizer) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Value -> (its tokens behind a space, its tokens without one)."""
-    return {value: (tuple(tokenizer.encode(" " + value)), tuple(tokenizer.encode(value))) for value in sorted(values)}
+def _spell(values: Iterable[str], tokenizer: Tokenizer) -> dict[str, Spelling]:
+    """Value -> its token paths; a value that the tokenizer has no tokens for is left out."""
+    spellings = {v: Spelling(tuple(tokenizer.encode(" " + v)), tuple(tokenizer.encode(v))) for v in sorted(values)}
+    return {value: spelling for value, spelling in spellings.items() if spelling.spaced and spelling.bare}
+
+
+def _continuations(paths: Iterable[tuple[int, Path]]) -> dict[Path, frozenset[tuple[int, int]]]:
+    following: dict[Path, set[tuple[int, int]]] = {}
+    for hop, path in paths:
+        for i in range(1, len(path)):
+            following.setdefault(path[:i], set()).add((hop, path[i]))
+    return {prefix: frozenset(pairs) for prefix, pairs in following.items()}
+
+
+def _end(tokens: Sequence[int], length: int) -> Path:
+    """The last `length` tokens; fewer if there are not as many."""
+    return tuple(tokens[max(len(tokens) - length, 0) :])
+
+
+def _bare(text: str, place: int) -> frozenset[int]:
+    """The place behind the text if a word has no space of its own there."""
+    return frozenset({place} if text[-1:] in BARE or not text else ())

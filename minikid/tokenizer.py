@@ -71,12 +71,13 @@ class Tokenizer:
     def read_on(self, ids: Sequence[int], place: tuple[int, int]) -> tuple[str, tuple[int, int]]:
         """The text that `ids` add behind `place`, and the new place; (0, 0) is the beginning.
 
-        "" as long as the last character is incomplete: an emoji may span several tokens. `place` is (context, end): text
-        up to token `end` is out, and tokens from `context` on are decoded again, since some tokenizers drop a leading space.
+        "" as long as the last character is incomplete: an emoji may span several tokens. `place` is (context, end):
+        text up to token `end` is out, and tokens from `context` on are decoded again, since some tokenizers drop a
+        leading space; hence the place stays where the tokens add no text.
         """
         context, end = place
         before, text = self.decode(ids[context:end]), self.decode(ids[context:])
-        if text.endswith("\ufffd"):
+        if text.endswith("\ufffd") or text == before:
             return "", place
         return text[len(before) :], (end, len(ids))
 
