@@ -25,7 +25,7 @@ import numpy as np
 END = 0
 NARROW = 2**16 - 1  # codes up to here are held in 16 bits
 LIMIT = 2**31 - 1  # cells and keys are numbered in 32 bits
-CHUNK = 1 << 20  # keys (or values) that are moved at a time: bounds the temporary arrays
+CHUNK = 1 << 16  # keys (or values) that are moved at a time: bounds the temporary arrays
 SEPARATOR = 0xFF  # between the values of one key: a byte that UTF-8 never contains
 
 

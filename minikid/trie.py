@@ -9,9 +9,6 @@ maps: opening reads one small header, and a walk the few pages on its path.
 
 from __future__ import annotations
 
-import json
-import mmap
-import os
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,18 +21,12 @@ import numpy as np
 
 from minikid.flatten import END, LIMIT, NARROW, SEPARATOR, group_values, lay_out, sort_keys
 from minikid.knowledge import KnowledgeTrie  # noqa: F401  # the other trie, under its stable name
+from minikid.store import open_arrays, save_arrays
 from minikid.triples import Triple, extract_triples  # noqa: F401
 
 if TYPE_CHECKING:
     import torch
 
-HEADER = "trie.json"
-FORMAT = {"format": "minikid TokenTrie", "version": 1}
-TYPES = {  # of each array the types that it may have
-    **{"codes": ("<u2", "<u4"), "ends": ("<i4",), "forks": ("<i4",), "rows": ("<i4",)},
-    **{"branches": ("<u2", "<u4"), "children": ("<i4",), "offsets": ("<u4", "<u8"), "values": ("|u1",)},
-}
-WITHOUT_VALUES = set(TYPES) - {"offsets", "values"}
 MISSING = object()
 
 
@@ -263,8 +254,9 @@ class TokenTrie:
         if len(nodes) and not 0 <= int(nodes.min()) <= int(nodes.max()) < len(self._codes) - 1:
             raise ValueError(f"expected nodes of this trie, 0 to {len(self._codes) - 2}, got {nodes.tolist()}")
         if nodes.device not in self._tensors:
-            arrays = [self._arrays[name] for name in ("codes", "forks", "rows", "branches")]
-            self._tensors[nodes.device] = [torch.from_numpy(a).to(nodes.device) for a in arrays]
+            arrays = (self._arrays[name] for name in ("codes", "forks", "rows", "branches"))
+            signed = (a.view(a.dtype.str.replace("u", "i")) for a in arrays)  # torch does little with unsigned types
+            self._tensors[nodes.device] = [torch.from_numpy(a).to(nodes.device) for a in signed]
         return self._tensors[nodes.device]
 
     def masks(self, nodes: torch.Tensor, size: int | None = None) -> torch.Tensor:
@@ -282,19 +274,21 @@ class TokenTrie:
         codes, forks, rows, branches = self._on(nodes)
         nodes, back = nodes.unique(return_inverse=True)  # beams often share a cursor, at first all do
         mask = torch.zeros(len(nodes), size + 1, dtype=torch.bool, device=nodes.device)  # by code
-        mask[torch.arange(len(nodes), device=nodes.device), codes[nodes + 1].long()] = True
+        begin = torch.arange(len(nodes), device=nodes.device) * (size + 1)  # of each cursor's row in the flat mask
+        mask.view(-1).index_fill_(0, begin + _unsigned(codes[nodes + 1]), True)
         if len(forks):
             fork = torch.searchsorted(forks, nodes.int()).clamp(max=len(forks) - 1)
             count = (rows[fork + 1] - rows[fork]).long() * (forks[fork] == nodes)
-            cursor = torch.repeat_interleave(count)  # [M] the cursor that each further child belongs to
-            branch = torch.arange(len(cursor), device=nodes.device) + (rows[fork] - count.cumsum(0) + count)[cursor]
-            mask[cursor, branches[branch].long()] = True
+            further = [branches[lo : lo + n] for lo, n in zip(rows[fork].tolist(), count.tolist(), strict=True)]
+            if further:
+                flat = torch.repeat_interleave(begin, count) + _unsigned(torch.cat(further))  # [M]
+                mask.view(-1).index_fill_(0, flat, True)
         return mask[back, 1:]
 
     def ends_all(self, nodes: torch.Tensor) -> torch.Tensor:
         """For each cursor whether a key ends there, on the device of `nodes` (int64 [B])."""
         # [B] -> [B]
-        return self._on(nodes)[0][nodes + 1].long() == END
+        return self._on(nodes)[0][nodes + 1] == END
 
     # --- files
 
@@ -304,32 +298,7 @@ class TokenTrie:
         The arrays go to new files, and only then is the header replaced, which names them: a build that is killed
         leaves the old trie as it was. ValueError for a folder that holds anything else; one writer at a time.
         """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        old = {"generation": 0, "arrays": {}}
-        if (folder / HEADER).exists():
-            old = _read_header(folder)
-        elif strangers := [p.name for p in folder.iterdir() if not p.name.endswith(".trie")]:
-            raise ValueError(f"expected a trie or an empty folder, but {folder} has {strangers[0]}: choose another one")
-        generation = old["generation"] + 1
-        entries = {
-            name: {"file": f"{name}.{generation}.trie", "type": a.dtype.str, "length": len(a)}
-            for name, a in self._arrays.items()
-        }
-        header = {**FORMAT, "generation": generation, "vocabulary": self.vocabulary, "arrays": entries}
-        temporary = folder / f"{HEADER}.trie"
-        kept = old
-        try:
-            for name, a in self._arrays.items():
-                _write(folder / entries[name]["file"], a)
-            _write(temporary, np.frombuffer(json.dumps(header, indent=1).encode(), np.uint8))
-            os.replace(temporary, folder / HEADER)
-            kept = header
-        finally:  # also what a killed build left behind
-            files = {entry["file"] for entry in kept["arrays"].values()}
-            for path in folder.glob("*.trie"):
-                if path.name not in files:
-                    path.unlink()
+        save_arrays(folder, self._arrays, self.vocabulary)
 
     @classmethod
     def open(cls, folder: str | Path) -> TokenTrie:
@@ -337,64 +306,12 @@ class TokenTrie:
 
         ValueError if the folder holds no trie, one of another version, or files that are not as the header says.
         """
-        folder = Path(folder)
-        header = _read_header(folder)
-        arrays = {name: _map(folder / entry["file"], entry) for name, entry in header["arrays"].items()}
-        return cls(arrays, header["vocabulary"])
+        return cls(*open_arrays(folder))
 
 
-def _write(path: Path, a: np.ndarray) -> None:
-    with path.open("wb") as file:
-        a.tofile(file)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _read_header(folder: Path) -> dict:
-    """The header of a trie's folder, checked in every field that is used."""
-    path = folder / HEADER
-    if not path.is_file():
-        raise ValueError(f"expected a folder with {HEADER}, as TokenTrie.save writes it, but {folder} has none")
-    advice = "remove the folder and build the trie again"
-    try:
-        header = json.loads(path.read_bytes())
-        found = {key: header[key] for key in FORMAT}
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not the header of a trie ({error!r}): {advice}") from error
-    if found != FORMAT:
-        raise ValueError(f"expected {FORMAT}, but {path} says {found}: {advice}")
-    try:
-        arrays = header["arrays"]
-        whole = all(isinstance(header[key], int) and header[key] > 0 for key in ("generation", "vocabulary"))
-        whole &= set(arrays) in (set(TYPES), WITHOUT_VALUES)
-        for name, entry in arrays.items():
-            whole &= entry["file"] == f"{name}.{header['generation']}.trie" and isinstance(entry["length"], int)
-            whole &= entry["type"] in TYPES[name]
-        length = {name: entry["length"] for name, entry in arrays.items()}
-        whole &= length["rows"] == length["forks"] + 1 and length["branches"] == length["children"]
-        whole &= length.get("offsets", length["ends"] + 1) == length["ends"] + 1
-    except (KeyError, TypeError, AttributeError):
-        whole = False
-    if not whole:
-        raise ValueError(f"{path} is damaged: restore it, or {advice}")
-    return header
-
-
-def _map(path: Path, entry: dict) -> np.ndarray:
-    """One array of a trie as a memory map, private and copied on write: the file itself is never written to."""
-    dtype = np.dtype(entry["type"])
-    expected, size = entry["length"] * dtype.itemsize, path.stat().st_size if path.is_file() else -1
-    if size != expected:
-        came = "it is missing" if size < 0 else f"it has {size}"
-        raise ValueError(f"expected {path} with {expected} bytes, but {came}: restore the file or build the trie again")
-    if not expected:
-        return np.empty(0, dtype)
-    with path.open("rb") as file:
-        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    for advice in ("MADV_RANDOM", "MADV_NOHUGEPAGE"):  # a walk needs single pages, not their neighbours
-        if hasattr(mmap, advice):
-            memory.madvise(getattr(mmap, advice))
-    return np.frombuffer(memory, dtype)
+def _unsigned(codes: torch.Tensor) -> torch.Tensor:
+    """Codes that are stored unsigned, and were read as signed, as int64."""
+    return codes.long() & (1 << 8 * codes.element_size()) - 1
 
 
 class DictTrie:
