@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minikid.beam import beam_search, beam_search_batch
 from minikid.generation import Generation, Policy, check_room, log_probabilities, read_prompts
 from minikid.kid import BETA_RANGE, adam_policy, adapt_beta, exact_policy, solve_beta
 from minikid.model import GPT
@@ -30,6 +31,8 @@ __all__ = [
     "Vanilla",
     "adam_policy",
     "adapt_beta",
+    "beam_search",
+    "beam_search_batch",
     "exact_policy",
     "generate",
     "generate_batch",
