@@ -12,12 +12,20 @@ A .tsv file without such a header holds triples (subject, relation, object), whi
 
 import csv
 import gzip
+import hashlib
 import json
+import os
 import re
+import shutil
+import tempfile
 import zlib
-from collections.abc import Iterable, Iterator
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 WORDS_PER_PASSAGE = 100
 # Scripts written without spaces: a character counts as a word. Han, kana, and their half-width and extended forms.
@@ -154,3 +162,93 @@ def _read_tsv(path: Path) -> Iterator[Passage]:
             title = row[columns["title"]] if "title" in columns else ""
             yield Passage(row[columns["id"]], title, row[columns["text"]])
         start = rows.line_num + 1
+
+
+class PassageFile(Sequence[Passage]):
+    """Passages on disk, read one at a time through a memory map; `save_passages` writes the folder.
+
+    ValueError where the folder is not one, or a file is shorter than it was.
+    """
+
+    def __init__(self, folder: str | Path):
+        folder = Path(folder)
+        try:
+            self.fingerprint: str = json.loads((folder / "meta.json").read_text())["fingerprint"]
+            self._ends = np.load(folder / "ends.npy", mmap_mode="r", allow_pickle=False)
+            size = (folder / "passages.jsonl").stat().st_size
+        except (OSError, ValueError, KeyError, EOFError) as error:
+            raise ValueError(f"{folder}: expected passages saved with an index ({error}); build it again") from error
+        if size != self._ends[-1]:
+            raise ValueError(f"{folder}: passages.jsonl has {size} bytes, expected {self._ends[-1]}; build it again")
+        self._bytes = np.memmap(folder / "passages.jsonl", np.uint8, "r") if size else np.empty(0, np.uint8)
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, number: int) -> Passage:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        return Passage(*json.loads(self._bytes[self._ends[number] : self._ends[number + 1]].tobytes()))
+
+
+def save_passages(passages: Iterable[Passage], folder: str | Path) -> PassageFile:
+    """Write passages to a folder, one pass, one passage in memory; what the folder held before is replaced."""
+    ends, digest = array("q", [0]), hashlib.sha256()
+    with replacing(folder) as new:
+        with open(new / "passages.jsonl", "wb") as file:
+            for passage in passages:
+                line = _line(passage)
+                file.write(line)
+                digest.update(line)
+                ends.append(ends[-1] + len(line))
+        np.save(new / "ends.npy", np.frombuffer(ends, np.int64), allow_pickle=False)
+        (new / "meta.json").write_text(json.dumps({"fingerprint": digest.hexdigest()}))
+    return PassageFile(folder)
+
+
+def keep_passages(passages: Iterable[Passage], folder: str | Path) -> PassageFile:
+    """The passages from `folder`/passages, written there unless they are there already; ValueError where others are."""
+    folder = Path(folder) / "passages"
+    if not folder.exists():
+        return save_passages(passages, folder)
+    kept = PassageFile(folder)
+    if kept.fingerprint != fingerprint(passages):
+        raise ValueError(
+            f"{folder.parent} holds an index of other passages; build in another folder, or remove this one"
+        )
+    return kept
+
+
+def fingerprint(passages: Iterable[Passage]) -> str:
+    """SHA-256 over ids, titles and texts in their order; any change of a corpus changes it."""
+    if isinstance(passages, PassageFile):
+        return passages.fingerprint
+    digest = hashlib.sha256()
+    for passage in passages:
+        digest.update(_line(passage))
+    return digest.hexdigest()
+
+
+def _line(passage: Passage) -> bytes:
+    return json.dumps(passage).encode() + b"\n"  # ASCII escapes: a lone surrogate of a .jsonl file survives
+
+
+@contextmanager
+def replacing(folder: str | Path) -> Iterator[Path]:
+    """A new folder to fill beside `folder`, which takes its place at the end, or is gone after an error."""
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        yield new
+        for path in new.iterdir():
+            with open(path, "rb+") as file:
+                os.fsync(file.fileno())
+        if folder.exists():
+            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
+            os.replace(folder, old)
+            shutil.rmtree(old)
+        new.chmod(0o755)
+        os.replace(new, folder)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
