@@ -24,12 +24,12 @@ CORPUS = [
 
 @functools.cache
 def byte_tokenizer(template: str | None = None) -> Tokenizer:
-    """Byte-level BPE with 30 merges and three control tokens at the front; eos is 2."""
+    """Byte-level BPE with 40 merges and three control tokens at the front; eos is 2."""
     library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=256 + len(SPECIAL) + 30,
+        vocab_size=256 + len(SPECIAL) + 40,
         special_tokens=SPECIAL,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
