@@ -120,7 +120,7 @@ class Retriever(Protocol):
 
 
 class Hybrid:
-    """A lexical and a dense retriever, fused by rank; each is asked for `depth` hits, or for k if that is more.
+    """A dense and a lexical retriever, fused by rank; each is asked for `depth` hits, or for k if that is more.
 
     A departure from Cormack's c = 60 and equal weights: these defaults were chosen on half of the Natural Questions
     passages, where plain fusion falls behind dense search alone. The dense retriever's first hit stays first unless
@@ -129,14 +129,14 @@ class Hybrid:
 
     def __init__(
         self,
-        lexical: Retriever,
         dense: Retriever,
+        lexical: Retriever,
         *,
         depth: int = 100,
         c: float = 1,
-        weights: tuple[float, float] = (1, 2),
+        weights: tuple[float, float] = (2, 1),
     ):
-        self.retrievers, self.depth, self.c, self.weights = (lexical, dense), depth, c, weights
+        self.retrievers, self.depth, self.c, self.weights = (dense, lexical), depth, c, weights
 
     def search(self, query: str, k: int) -> list[Hit]:
         """The k best passages by fused rank; the scores are those of `fuse`."""
@@ -189,10 +189,10 @@ def _search(options: argparse.Namespace) -> None:
     if not wanted:
         raise ValueError(f"{options.index}: no index there; run `python -m minikid.retrieve build` first")
     retrievers: list[Retriever] = []
-    if "bm25" in wanted:
-        retrievers.append(BM25.open(options.index))
     if "dense" in wanted:
         retrievers.append(Dense.open(options.index, load_encoder(options.encoder, device=options.device)))
+    if "bm25" in wanted:
+        retrievers.append(BM25.open(options.index))
     retriever = retrievers[0] if len(retrievers) == 1 else Hybrid(*retrievers)
     for query in _queries(options.queries):
         hits = retriever.search(query, options.k)

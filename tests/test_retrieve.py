@@ -172,14 +172,14 @@ class Fixed:
 def test_hybrid_fuses_deep_lists_and_keeps_the_first_of_both():
     passages = [Passage(str(i), "", "") for i in range(300)]
     lexical, dense = Fixed([Hit(p, 1.0) for p in passages[150:]]), Fixed([Hit(p, 1.0) for p in passages[:150]])
-    hybrid = Hybrid(lexical, dense)
+    hybrid = Hybrid(dense, lexical)
     first = [hit.passage for hit in hybrid.search("q", 5)]
     assert first[0] == passages[0]
     assert passages[150] in first
     assert len(hybrid.search("q", 250)) == 250
     assert lexical.asked == dense.asked == [100, 250]
-    equal = Hybrid(lexical, dense, c=60, weights=(1, 1)).search("q", 4)
-    assert equal == fuse([lexical.hits[:100], dense.hits[:100]], 4)
+    equal = Hybrid(dense, lexical, c=60, weights=(1, 1)).search("q", 4)
+    assert equal == fuse([dense.hits[:100], lexical.hits[:100]], 4)
 
 
 @pytest.fixture
@@ -226,7 +226,13 @@ def test_program_fails_with_one_line(corpus, tmp_path, capsys):
     assert retrieve.main(["search", out, "x", "-k", "0"]) == 1
 
 
-def test_exit_codes_from_the_shell(tmp_path):
+def test_exit_codes_of_usage(tmp_path):
     for arguments, code in (([], 2), (["search", str(tmp_path), "x", "--retriever", "best"], 2), (["--help"], 0)):
-        run = subprocess.run([sys.executable, "-m", "minikid.retrieve", *arguments], capture_output=True, check=False)
-        assert run.returncode == code
+        with pytest.raises(SystemExit) as raised:
+            retrieve.main(arguments)
+        assert raised.value.code == code
+    run = subprocess.run(
+        [sys.executable, "-m", "minikid.retrieve", "search", tmp_path, "x"], capture_output=True, check=False
+    )
+    assert (run.returncode, run.stdout) == (1, b"")
+    assert b"no index there" in run.stderr
