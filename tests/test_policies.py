@@ -190,13 +190,15 @@ def test_after_ul_only_what_continues_ulaanbaatar():
     assert counts.nonzero().flatten().tolist() == [bare[1]]
 
 
-def test_digits_within_another_number_begin_no_value():
-    """The bare spelling "1990" begins behind a space or a bracket of the text, not inside "2011"."""
+def test_digits_within_another_number_are_no_value():
+    """The bare spelling "1990" begins behind a space or a bracket of the text, not inside "2011" or "21990"."""
     policy = KID(KnowledgeTrie.from_triples([("war", "year", "1990")]), TOKENIZER, question="war")
     inside = after(policy, "in 201")
     assert "9" not in inside
     assert inside == after(policy, "in 202")
     assert after(policy, "in (1") == {"9": 1}
+    assert after(policy, "in (1990 and") == {}
+    assert after(policy, "in (21990 and") != {}
 
 
 def test_a_value_that_the_text_has_before_it_is_known_is_complete():
