@@ -254,9 +254,10 @@ class TokenTrie:
         if len(nodes) and not 0 <= int(nodes.min()) <= int(nodes.max()) < len(self._codes) - 1:
             raise ValueError(f"expected nodes of this trie, 0 to {len(self._codes) - 2}, got {nodes.tolist()}")
         if nodes.device not in self._tensors:
-            arrays = (self._arrays[name] for name in ("codes", "forks", "rows", "branches"))
-            signed = (a.view(a.dtype.str.replace("u", "i")) for a in arrays)  # torch does little with unsigned types
-            self._tensors[nodes.device] = [torch.from_numpy(a).to(nodes.device) for a in signed]
+            arrays = [torch.from_numpy(self._arrays[name]) for name in ("codes", "forks", "rows", "branches")]
+            if nodes.device.type != "cpu":  # where torch does little with unsigned types
+                arrays = [a.long().to(nodes.device) for a in arrays]
+            self._tensors[nodes.device] = arrays
         return self._tensors[nodes.device]
 
     def masks(self, nodes: torch.Tensor, size: int | None = None) -> torch.Tensor:
@@ -275,20 +276,20 @@ class TokenTrie:
         nodes, back = nodes.unique(return_inverse=True)  # beams often share a cursor, at first all do
         mask = torch.zeros(len(nodes), size + 1, dtype=torch.bool, device=nodes.device)  # by code
         begin = torch.arange(len(nodes), device=nodes.device) * (size + 1)  # of each cursor's row in the flat mask
-        mask.view(-1).index_fill_(0, begin + _unsigned(codes[nodes + 1]), True)
+        mask.view(-1).index_fill_(0, begin + codes[nodes + 1].long(), True)
         if len(forks):
-            fork = torch.searchsorted(forks, nodes.int()).clamp(max=len(forks) - 1)
+            fork = torch.searchsorted(forks, nodes.to(forks.dtype)).clamp(max=len(forks) - 1)
             count = (rows[fork + 1] - rows[fork]).long() * (forks[fork] == nodes)
             further = [branches[lo : lo + n] for lo, n in zip(rows[fork].tolist(), count.tolist(), strict=True)]
             if further:
-                flat = torch.repeat_interleave(begin, count) + _unsigned(torch.cat(further))  # [M]
+                flat = torch.cat(further).long().add_(torch.repeat_interleave(begin, count))  # [M]
                 mask.view(-1).index_fill_(0, flat, True)
         return mask[back, 1:]
 
     def ends_all(self, nodes: torch.Tensor) -> torch.Tensor:
         """For each cursor whether a key ends there, on the device of `nodes` (int64 [B])."""
         # [B] -> [B]
-        return self._on(nodes)[0][nodes + 1] == END
+        return self._on(nodes)[0][nodes + 1].long() == END
 
     # --- files
 
@@ -307,11 +308,6 @@ class TokenTrie:
         ValueError if the folder holds no trie, one of another version, or files that are not as the header says.
         """
         return cls(*open_arrays(folder))
-
-
-def _unsigned(codes: torch.Tensor) -> torch.Tensor:
-    """Codes that are stored unsigned, and were read as signed, as int64."""
-    return codes.long() & (1 << 8 * codes.element_size()) - 1
 
 
 class DictTrie:
