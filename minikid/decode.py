@@ -67,7 +67,7 @@ class Sampler:
     top_p: float = 1.0  # keep the smallest set of most probable tokens whose mass reaches top_p, never none
 
     def __post_init__(self):
-        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+        if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1):
             raise ValueError(f"expected temperature >= 0, top_k >= 0 and 0 < top_p <= 1, got {self}")
 
     def distribution(self, log_p: Tensor) -> tuple[Tensor, Tensor]:
