@@ -76,7 +76,7 @@ class Sampler:
         Top-p counts the mass that top-k left, renormalised, as the usual programs do.
         """
         # [V] -> [n], [n]
-        scaled = (log_p - log_p.max()).float() / self.temperature  # at most 0, so that no temperature overflows
+        scaled = log_p.float() / self.temperature
         if 0 < self.top_k < len(scaled):
             scaled, tokens = scaled.topk(self.top_k)
         elif self.top_p < 1:
