@@ -120,8 +120,13 @@ def lexical(count: int) -> None:
     row("BM25: peak memory, before and after the build", f"{before:.1f} GB", f"{peak:.1f} GB")
 
 
+def read(path: Path) -> list[dict]:
+    with open(path, encoding="utf-8") as file:  # not splitlines, which also cuts at separators within a string
+        return [json.loads(line) for line in file]
+
+
 def quality(path: Path) -> None:
-    entries = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    entries = read(path)
     gold = [{Passage("", c.get("title", ""), c["text"]) for c in entry["ctxs"]} for entry in entries]
     passages = list(dict.fromkeys(passage for found in gold for passage in sorted(found)))
     bm25, dense = BM25(passages), Dense(passages, load_encoder(), progress=True)
@@ -150,8 +155,8 @@ def main() -> None:
         texts = synthetic(options.encode, np.random.default_rng(0))
         cut = [p._replace(text=" ".join(p.text.split()[:n])) for p, n in zip(texts, lengths, strict=True)]
         if options.data:
-            lines = options.data.read_text(encoding="utf-8").splitlines()[: options.encode]
-            cut = [Passage("", c.get("title", ""), c["text"]) for line in lines for c in json.loads(line)["ctxs"][:1]]
+            first = [entry["ctxs"][0] for entry in read(options.data)[: options.encode]]
+            cut = [Passage("", c.get("title", ""), c["text"]) for c in first]
         encoding(cut, options.batch_size)
     if options.data:
         quality(options.data)
