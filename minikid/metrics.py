@@ -13,6 +13,7 @@ measured against or since the provenance has no triples, is None, never 0; a tex
 """
 
 import functools
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -20,10 +21,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from minikid.passages import UNSPACED
 from minikid.text import is_content, stem, words
 
 ARTICLES = frozenset(("a", "an", "the"))
 RESAMPLES = 10_000
+_UNSPACED = re.compile(f"[{UNSPACED}]")
 
 
 def score(text: str, answers: Iterable[str], provenance: frozenset[str]) -> dict[str, float | None]:
@@ -45,17 +48,13 @@ def best(measure: Callable[[str, str], float | None], text: str, answers: Iterab
 
 def bleu1(text: str, answer: str) -> float | None:
     """Sentence-level BLEU of unigrams alone. Smoothing and effective order change nothing at this order."""
-    if not answer.strip():
-        return None
-    return _bleu().sentence_score(text, [answer]).score
+    return _bleu().sentence_score(text, [answer]).score if answer.strip() else None
 
 
 def rouge_l(text: str, answer: str) -> float | None:
     """ROUGE-L's F-measure without stemming, the default of rouge-score; its tokens are runs of a-z and 0-9."""
-    scorer = _rouge()
-    if not scorer._tokenizer.tokenize(answer):
-        return None
-    return 100 * scorer.score(answer, text)["rougeL"].fmeasure
+    scorer, tokenizer = _rouge()
+    return 100 * scorer.score(answer, text)["rougeL"].fmeasure if tokenizer.tokenize(answer) else None
 
 
 def unigram_f1(text: str, answer: str) -> float | None:
@@ -75,11 +74,11 @@ def exact_match(text: str, answer: str) -> float | None:
 def normal_words(text: str) -> list[str]:
     """SQuAD's normal form: lower case, punctuation and articles dropped, divided at white space.
 
-    Departures: punctuation and symbols of every script are dropped, not ASCII's alone, and where there are only
-    articles they stay, so that an answer "A" is not empty.
+    Departures: punctuation and symbols of every script are dropped, not ASCII's alone; a character of a script written
+    without spaces is a word; and where there are only articles they stay, so that an answer "A" is not empty.
     """
     kept = "".join(c for c in unicodedata.normalize("NFC", text).lower() if unicodedata.category(c)[0] not in "PS")
-    found = kept.split()
+    found = _UNSPACED.sub(r" \g<0> ", kept).split()
     return [word for word in found if word not in ARTICLES] or found
 
 
@@ -141,5 +140,7 @@ def _bleu():
 @functools.cache
 def _rouge():
     from rouge_score.rouge_scorer import RougeScorer
+    from rouge_score.tokenizers import DefaultTokenizer
 
-    return RougeScorer(["rougeL"], use_stemmer=False)
+    tokenizer = DefaultTokenizer(use_stemmer=False)
+    return RougeScorer(["rougeL"], tokenizer=tokenizer), tokenizer
