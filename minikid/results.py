@@ -115,11 +115,14 @@ def table(results: Mapping[str, Any], order: Iterable[str]) -> str:
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
     """As JSON, in one step: a reader sees the old file or the new one."""
     new = path.with_name(f"{path.name}.{os.getpid()}.new")
-    with new.open("w", encoding="utf-8") as file:
-        json.dump(results, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
+    try:
+        with new.open("w", encoding="utf-8") as file:
+            json.dump(results, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def _cell(estimate: dict[str, float | None]) -> str:
