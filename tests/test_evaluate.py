@@ -230,6 +230,15 @@ def test_lines_results_and_streams(run, tmp_path):
     assert results["decoders"]["kid"]["tokens per second"]["mean"] == pytest.approx(mean)
 
 
+def test_cov_is_measured_against_all_passages_whatever_the_decoder_gets(run, tmp_path):
+    run("--decoders", "sample", "-k", 0)
+    run("--decoders", "sample", out="other")
+    assert without_times(lines_of(tmp_path, "sample")) == without_times(lines_of(tmp_path, "sample", "other"))
+    scores = {line["index"]: line["scores"]["Cov"] for line in lines_of(tmp_path, "sample")}
+    assert scores[0] is not None
+    assert scores[3] is None
+
+
 def test_the_same_command_gives_the_same_lines(run, tmp_path):
     for out in ("out", "other"):
         run("--decoders", "sample,kid", out=out)
@@ -259,6 +268,7 @@ def test_each_batch_is_kept_before_the_next_begins(run, tmp_path, monkeypatch):
 
     def stopped(setup, questions, prompts):
         calls.append(len(questions))
+        assert len(lines_of(tmp_path, "sample")) == sum(calls[:-1]) - (len(calls) > 3)  # on the disk, not in a buffer
         if len(calls) == 3:
             raise KeyboardInterrupt
         return evaluate.sample(setup, questions, prompts)
