@@ -23,9 +23,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "reward": "log-sum",
         "optimiser": "exact",
         "rule": "solve",
-        "sigma": 0.3,
+        "sigma": 1.0,
         "beta": 1.0,
-        "demonstrations": "path",
+        "demonstrations": "edge",
+        "reach": 20,
         "hops": 2,
         "window": 4,
         "top_k": 20,
@@ -38,6 +39,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "sigma": 0.02,
         "beta": 1.0,
         "demonstrations": "bag",
+        "reach": 0,
         "hops": 4,
         "window": 4,
         "top_k": 20,
@@ -50,6 +52,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "sigma": 0.02,
         "beta": 0.01,
         "demonstrations": "bag",
+        "reach": 0,
         "hops": 1,
         "window": 4,
         "top_k": 20,
@@ -106,7 +109,14 @@ def add_decoding_options(parser: argparse.ArgumentParser) -> None:
         "--steps", type=count, default=3, metavar="K", help="gradient steps of adam and cache (default: %(default)s)"
     )
     kid.add_argument("--lr", type=float, default=0.1, help="Adam's learning rate (default: %(default)s)")
-    kid.add_argument("--demonstrations", choices=("path", "bag"), help="values as token paths, or as bags of tokens")
+    kid.add_argument(
+        "--demonstrations",
+        choices=("edge", "path", "bag"),
+        help="values as token paths behind their edges, as token paths, or as bags of tokens",
+    )
+    kid.add_argument(
+        "--reach", type=count, metavar="R", help="begin a value only by one of the R most probable tokens; 0: by any"
+    )
     kid.add_argument("--hops", type=count, metavar="N", help="h_max, hops per query")
     kid.add_argument("--window", type=count, metavar="N", help="w_max, concepts in the local memory")
 

@@ -19,8 +19,11 @@ from torch import Tensor
 from minikid.kid import Reward, adam_policy, adapt_beta, exact_policy, kl_divergence, solve_beta
 from minikid.knowledge import KnowledgeTrie
 from minikid.memory import LocalMemory, complete_words
+from minikid.text import is_content, words
 from minikid.tokenizer import Tokenizer
 
+COPULAS = ("is", "are", "was", "were")
+SHORTEST_LEAD = 3  # tokens of "subject relation" that the text must end in: "of Mongolia is"
 BARE = frozenset(" \t\n([{\"'“‘-–—/")  # behind these a word has no space of its own
 
 
@@ -30,9 +33,7 @@ class Update:
 
     reward: Reward = "log-sum"  # the reading of Eq. 3
     optimiser: Literal["exact", "adam"] = "exact"  # the closed form, or K steps of Adam
-    rule: Literal["solve", "adapt", "fixed"] = (
-        "solve"  # beta solved for sigma, adapted by Algorithm 1, or left as it is
-    )
+    rule: Literal["solve", "adapt", "fixed"] = "solve"  # beta solved for sigma, Algorithm 1's rule, or constant
     sigma: float = 0.02  # target divergence KL(pi || p), nats per step
     beta: float = 1.0  # where "adapt" starts, and what "fixed" keeps
     steps: int = 3  # K of Adam
@@ -99,32 +100,44 @@ class Spelling:
 class Paths:
     """Values by hop as token paths: what continues a path from inside, and what begins one."""
 
-    spaced: dict[Path, frozenset[tuple[int, int]]]  # the tokens of a path so far -> (hop, next token)
-    bare: dict[Path, frozenset[tuple[int, int]]]
+    spaced: dict[Path, list[tuple[int, str, int]]]  # the tokens of a path so far -> (hop, value, next token)
+    bare: dict[Path, list[tuple[int, str, int]]]
     starts: tuple[tuple[int, str, int, int], ...]  # (hop, value, first token after a space, first token after none)
     bag: frozenset[tuple[int, int]]  # (hop, token) of every token of every value
     longest: int
 
     @classmethod
-    def of(cls, hops: Sequence[Sequence[str]], spell: Mapping[str, Spelling]) -> "Paths":
+    def of(
+        cls, hops: Sequence[Sequence[str]], spell: Mapping[str, Spelling], leads: Mapping[str, Sequence[Path]]
+    ) -> "Paths":
         found = [(hop, value, spell[value]) for hop, values in enumerate(hops) for value in values if value in spell]
-        spaced = _continuations((hop, spelling.spaced) for hop, _, spelling in found)
-        bare = _continuations((hop, spelling.bare) for hop, _, spelling in found)
+        behind = [
+            (hop, value, (*lead[i:], path.spaced[0]), len(lead) - i)
+            for hop, value, path in found
+            for lead in leads.get(value, ())
+            for i in range(len(lead) - SHORTEST_LEAD + 1)
+        ]
+        spaced = _continuations([*((hop, value, path.spaced, 1) for hop, value, path in found), *behind])
+        bare = _continuations((hop, value, path.bare, 1) for hop, value, path in found)
         starts = tuple((hop, value, spelling.spaced[0], spelling.bare[0]) for hop, value, spelling in found)
         bag = frozenset((hop, token) for hop, _, spelling in found for token in spelling.spaced)
         return cls(spaced, bare, starts, bag, max(map(len, [*spaced, *bare]), default=0))
 
-    def next(self, tokens: Sequence[int], bare: frozenset[int], done: frozenset[str]) -> set[tuple[int, int]]:
-        """(hop, token) pairs: what continues the longest path that the tokens end in, else what begins an unfinished
-        one.
-        """
+    def inside(
+        self, tokens: Sequence[int], bare: frozenset[int], done: frozenset[str] = frozenset()
+    ) -> set[tuple[int, int]]:
+        """(hop, token) pairs that continue the longest path in which the tokens end; none if they end in none."""
         for length in range(min(self.longest, len(tokens)), 0, -1):
             prefix = _end(tokens, length)
-            following = set(self.spaced.get(prefix, ()))
+            following = [*self.spaced.get(prefix, ())]
             if len(tokens) - length in bare:
-                following.update(self.bare.get(prefix, ()))
-            if following:
-                return following
+                following += self.bare.get(prefix, ())
+            if pairs := {(hop, token) for hop, value, token in following if value not in done}:
+                return pairs
+        return set()
+
+    def beginning(self, tokens: Sequence[int], bare: frozenset[int], done: frozenset[str]) -> set[tuple[int, int]]:
+        """(hop, token) pairs that begin a value that the text has not completed."""
         here = len(tokens) in bare
         return {(hop, first if here else after) for hop, value, after, first in self.starts if value not in done}
 
@@ -134,9 +147,16 @@ class KID:
 
     `demonstrations` says how a value, which is a phrase, becomes tokens. "bag" (the paper): every token of every value.
     "path" (ours): if the text ends inside a value, the tokens that continue it; else the first tokens of the values
-    that the text has not completed. Values are spelt as they stand in a sentence, with a leading space, except where
-    the text ends in white space or an opening bracket. `question` is the text whose concepts fill G_loc first, the
-    prompt if it is not given.
+    that the text has not completed. "edge" (ours): the same with the paths of the trie, which run from the subject over
+    the relation to the value, so that text that ends in "capital of Mongolia is" demonstrates that edge's value alone;
+    "is" is read both ways; values that the text has completed do not continue, and those whose first word is a number
+    or a stopword do not begin one. Values are spelt as they stand in a sentence, with a leading space, except where the
+    text ends in white space or an opening bracket. `question` is the text whose concepts fill G_loc first, the prompt
+    if it is not given.
+
+    `reach` (ours; 0: off) keeps the beginnings of values out of D unless they are among pi's `reach` most probable
+    tokens: a large sigma then makes the text take up knowledge where the model sees room for it, and follow it to the
+    end.
     """
 
     def __init__(
@@ -145,18 +165,23 @@ class KID:
         tokenizer: Tokenizer,
         update: Update | None = None,
         *,
-        demonstrations: Literal["path", "bag"] = "path",
+        demonstrations: Literal["edge", "path", "bag"] = "path",
         hops: int = 4,
         window: int = 4,
+        reach: int = 0,
         question: str | None = None,
     ):
-        if demonstrations not in ("path", "bag"):
-            raise ValueError(f"expected demonstrations 'path' or 'bag', got {demonstrations!r}")
-        if hops < 1 or window < 1:
-            raise ValueError(f"expected at least one hop (h_max) and one concept (w_max), got {hops} and {window}")
+        if demonstrations not in ("edge", "path", "bag"):
+            raise ValueError(f"expected demonstrations 'edge', 'path' or 'bag', got {demonstrations!r}")
+        if hops < 1 or window < 1 or reach < 0:
+            raise ValueError(
+                f"expected hops (h_max) and window (w_max) from 1 and reach from 0, got {hops}, {window} and {reach}"
+            )
         self.knowledge, self.tokenizer, self.update = knowledge, tokenizer, update or Update()
-        self.form, self.hops, self.window, self.question = demonstrations, hops, window, question
+        self.form, self.hops, self.window, self.reach, self.question = demonstrations, hops, window, reach, question
         self._spelling = _spell({triple.object for triple in knowledge.triples}, tokenizer)
+        self._leads = _leads(knowledge, tokenizer) if demonstrations == "edge" else {}
+        self._inner = frozenset(value for value in self._spelling if not is_content(next(iter(words(value)), "")))
         self._by_last: dict[int, list[str]] = {}  # values by their last token
         for value, spelling in self._spelling.items():
             for token in {spelling.spaced[-1], spelling.bare[-1]}:
@@ -179,7 +204,7 @@ class KID:
         """Take in the tokens that are new since the state, and count what the knowledge demonstrates next."""
         # -> state, [V]
         state = self._read(tokens, state)
-        following = state.paths.bag if self.form == "bag" else state.paths.next(tokens, state.bare, state.done)
+        following = self._following(tokens, state, like)
         n = Counter(token for _, token in following)
         counts = torch.zeros_like(like)
         if n:
@@ -188,14 +213,26 @@ class KID:
             )
         return replace(state, demonstrations=frozenset(n)), counts
 
+    def _following(self, tokens: Sequence[int], state: KIDState, log_pi: Tensor) -> set[tuple[int, int]]:
+        if self.form == "bag":
+            return set(state.paths.bag)
+        edge = self.form == "edge"
+        if inside := state.paths.inside(tokens, state.bare, state.done if edge else frozenset()):
+            return inside
+        beginning = state.paths.beginning(tokens, state.bare, state.done | self._inner if edge else state.done)
+        if not 0 < self.reach < len(log_pi):
+            return beginning
+        near = set(log_pi.topk(self.reach).indices.tolist())
+        return {(hop, token) for hop, token in beginning if token in near}
+
     def _read(self, tokens: Sequence[int], state: KIDState) -> KIDState:
         """The state behind all of the tokens, taken in one by one."""
         memory, tail, place, bare, done = state.memory, state.tail, state.place, state.bare, set(state.done)
         for end in range(place[1] + 1, len(tokens) + 1):
             text, place = self.tokenizer.read_on(tokens[:end], place)
             if text:
-                words, tail = complete_words(tail, text)
-                memory = self._remember(memory, words)
+                completed, tail = complete_words(tail, text)
+                memory = self._remember(memory, completed)
                 bare |= _bare(text, end)
             ending = self._by_last.get(tokens[end - 1], ())
             done.update(value for value in ending if self._spelling[value].ends(tokens[:end], bare))
@@ -209,7 +246,7 @@ class KID:
         return memory
 
     def _query(self, memory: LocalMemory) -> Paths:
-        return Paths.of(self.knowledge.query(memory.concepts, self.hops), self._spelling)
+        return Paths.of(self.knowledge.query(memory.concepts, self.hops), self._spelling, self._leads)
 
 
 class LittleKID:
@@ -221,7 +258,7 @@ class LittleKID:
         self.tokens = sorted({token for spelling in spellings for token in spelling.spaced})
 
     def start(self, prompt: Sequence[int]) -> KIDState:
-        return KIDState(LocalMemory(1), Paths.of([], {}), self.update.beta, demonstrations=frozenset(self.tokens))
+        return KIDState(LocalMemory(1), Paths.of([], {}, {}), self.update.beta, demonstrations=frozenset(self.tokens))
 
     def __call__(self, log_pi: Tensor, tokens: Sequence[int], state: KIDState) -> tuple[Tensor, KIDState]:
         # [V] -> [V]
@@ -237,12 +274,23 @@ def _spell(values: Iterable[str], tokenizer: Tokenizer) -> dict[str, Spelling]:
     return {value: spelling for value, spelling in spellings.items() if spelling.spaced and spelling.bare}
 
 
-def _continuations(paths: Iterable[tuple[int, Path]]) -> dict[Path, frozenset[tuple[int, int]]]:
-    following: dict[Path, set[tuple[int, int]]] = {}
-    for hop, path in paths:
-        for i in range(1, len(path)):
-            following.setdefault(path[:i], set()).add((hop, path[i]))
-    return {prefix: frozenset(pairs) for prefix, pairs in following.items()}
+def _leads(knowledge: KnowledgeTrie, tokenizer: Tokenizer) -> dict[str, list[Path]]:
+    """Value -> the tokens of each "subject relation" that leads to it."""
+    leads: dict[str, list[Path]] = {}
+    for subject, relation, value in knowledge.triples:
+        leads.setdefault(value, []).append(tuple(tokenizer.encode(f" {subject} {relation}")))
+        if relation in COPULAS:
+            leads.setdefault(subject, []).append(tuple(tokenizer.encode(f" {value} {relation}")))
+    return leads
+
+
+def _continuations(paths: Iterable[tuple[int, str, Path, int]]) -> dict[Path, list[tuple[int, str, int]]]:
+    """Of (hop, value, path, n): what follows each beginning of a path that has at least n tokens."""
+    following: dict[Path, list[tuple[int, str, int]]] = {}
+    for hop, value, path, shortest in paths:
+        for i in range(shortest, len(path)):
+            following.setdefault(path[:i], []).append((hop, value, path[i]))
+    return following
 
 
 def _end(tokens: Sequence[int], length: int) -> Path:

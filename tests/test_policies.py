@@ -28,6 +28,7 @@ VALUES = [
     "Ulan Ude",
     "🙂",
 ]
+INNER = ("1990", "19", "1991", "the Tuul river", "🙂")  # values that begin with a number, a stopword, or no word
 TRIPLES = st.lists(st.tuples(st.sampled_from(NAMES), st.just("is"), st.sampled_from(VALUES)), max_size=8)
 TOKENIZER = byte_tokenizer()
 SIZE = TOKENIZER.vocab_size
@@ -86,7 +87,16 @@ class Literal:
             tokens[i : i + len(path)] == path for i in range(len(tokens)) for path in self.spellings(value, tokens, i)
         )
 
-    def path(self, tokens):
+    def led_to(self, value, suffix):
+        """Whether the suffix, of three tokens or more, ends a subject and relation that lead to the value."""
+        leads = [f" {s} {r}" for s, r, o in self.knowledge.triples if o == value]
+        leads += [f" {o} {r}" for s, r, o in self.knowledge.triples if s == value and r in ("is", "are", "was", "were")]
+        return len(suffix) >= 3 and any(TOKENIZER.encode(lead)[-len(suffix) :] == suffix for lead in leads)
+
+    def edge(self, tokens):
+        return self.path(tokens, edges=True)
+
+    def path(self, tokens, edges=False):
         """n_v counts the hops whose set of tokens has v."""
         demonstrations = self.knowledge.query(self.concepts(tokens), self.hops)
         for start in range(len(tokens)):  # the longest suffix first
@@ -95,8 +105,14 @@ class Literal:
                 {
                     path[len(suffix)]
                     for value in values
+                    if not (edges and self.completed(value, tokens))
                     for path in self.spellings(value, tokens, start)
                     if path[: len(suffix)] == suffix and len(path) > len(suffix)
+                }
+                | {
+                    TOKENIZER.encode(" " + value)[0]
+                    for value in values
+                    if edges and not self.completed(value, tokens) and self.led_to(value, suffix)
                 }
                 for values in demonstrations
             ]
@@ -105,7 +121,11 @@ class Literal:
         here = self.text(tokens)[-1:]
         space = "" if not here or here in OPENING else " "
         return self.counts(
-            {TOKENIZER.encode(space + value)[0] for value in values if not self.completed(value, tokens)}
+            {
+                TOKENIZER.encode(space + value)[0]
+                for value in values
+                if not self.completed(value, tokens) and not (edges and value in INNER)
+            }
             for values in demonstrations
         )
 
@@ -123,7 +143,7 @@ class Literal:
         return n
 
 
-@pytest.mark.parametrize("form", ["path", "bag"])
+@pytest.mark.parametrize("form", ["edge", "path", "bag"])
 @given(
     triples=TRIPLES,
     tokens=texts(),
@@ -159,6 +179,33 @@ def test_tokens_taken_in_at_once_or_one_by_one(triples, tokens, data):
     state, expected = policy.demonstrate(tokens, state, PLAIN)
     assert state == halves
     assert torch.equal(counts, expected)
+
+
+def test_an_edge_demonstrates_its_own_value():
+    """Behind "capital of Mongolia is" the capital alone, whatever else is known; "is" is read both ways."""
+    triples = [("Mongolia", "has", "capital"), ("Mongolia", "has", "river"), ("Mongolia", "related to", "Ulaanbaatar")]
+    for fact in (("capital of Mongolia", "is", "Ulaanbaatar"), ("Ulaanbaatar", "is", "capital of Mongolia")):
+        knowledge = KnowledgeTrie.from_triples([*triples, fact])
+        texts = {" The capital of Mongolia is": True, " The capital": False}
+        for text, alone in texts.items():
+            tokens = TOKENIZER.encode(text)
+            policy = KID(knowledge, TOKENIZER, demonstrations="edge", question="Mongolia?")
+            _, counts = policy.demonstrate(tokens, policy.start(TOKENIZER.encode("Q:")), PLAIN)
+            assert (counts.nonzero().flatten().tolist() == TOKENIZER.encode(" Ulaanbaatar")[:1]) == alone
+
+
+@given(texts(), st.integers(1, 40), st.integers(0, 10**6))
+@settings(deadline=None)
+def test_reach_bounds_beginnings_alone(tokens, reach, seed):
+    """Within a value nothing is left out; else D is what it would be, less what pi finds improbable."""
+    knowledge = KnowledgeTrie.from_triples([("Mongolia", "is", value) for value in VALUES])
+    log_pi = torch.randn(SIZE, generator=torch.Generator().manual_seed(seed)).log_softmax(0)
+    free, bounded = (KID(knowledge, TOKENIZER, question="Mongolia", reach=n) for n in (0, reach))
+    state, counts = free.demonstrate(tokens, free.start(TOKENIZER.encode("Say")), log_pi)
+    _, kept = bounded.demonstrate(tokens, bounded.start(TOKENIZER.encode("Say")), log_pi)
+    inside = bool(state.paths.inside(tokens, state.bare))
+    near = torch.zeros(SIZE).index_fill(0, log_pi.topk(reach).indices, 1)
+    assert torch.equal(kept, counts if inside else counts * near)
 
 
 def after(policy, text, prompt="Q:\n"):
@@ -331,12 +378,14 @@ def test_little_kid_demonstrates_one_constant_list(triples, tokens):
 
 def test_bad_arguments():
     knowledge = KnowledgeTrie()
-    with pytest.raises(ValueError, match="demonstrations 'path' or 'bag', got 'tree'"):
+    with pytest.raises(ValueError, match="demonstrations 'edge', 'path' or 'bag', got 'tree'"):
         KID(knowledge, TOKENIZER, demonstrations="tree")
-    with pytest.raises(ValueError, match="at least one hop"):
+    with pytest.raises(ValueError, match=r"hops \(h_max\) and window \(w_max\) from 1"):
         KID(knowledge, TOKENIZER, hops=0)
-    with pytest.raises(ValueError, match="at least one hop"):
+    with pytest.raises(ValueError, match=r"hops \(h_max\) and window \(w_max\) from 1"):
         KID(knowledge, TOKENIZER, window=0)
+    with pytest.raises(ValueError, match="reach from 0"):
+        KID(knowledge, TOKENIZER, reach=-1)
     for bad in ({"reward": "sum"}, {"optimiser": "cache"}, {"rule": "double"}):
         with pytest.raises(ValueError, match=f"expected {next(iter(bad))} to be one of"):
             Update(**bad)
