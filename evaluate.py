@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from minikid import metrics, options
-from minikid.decode import KID, Generation, LittleKID, Vanilla, beam_search_batch, generate_batch, greedy
+from minikid.decode import Generation, LittleKID, Vanilla, beam_search_batch, generate_batch, greedy
 from minikid.generation import check_room
 from minikid.knowledge import KnowledgeTrie
 from minikid.model import GPT, Tokenizer, load
@@ -84,18 +84,10 @@ def little_kid(setup: Setup, questions: Sequence[Question], prompts: Prompts) ->
 
 
 def kid(setup: Setup, questions: Sequence[Question], prompts: Prompts) -> list[Generation]:
-    args, update = setup.args, options.make_update(setup.args)
+    tries = [KnowledgeTrie.from_text(setup.passages(question)) for question in questions]
     policies = [
-        KID(
-            KnowledgeTrie.from_text(setup.passages(question)),
-            setup.tokenizer,
-            update,
-            demonstrations=args.demonstrations,
-            hops=args.hops,
-            window=args.window,
-            question=question.question,
-        )
-        for question in questions
+        options.make_kid(setup.args, trie, setup.tokenizer, question.question)
+        for trie, question in zip(tries, questions, strict=True)
     ]
     return draw(setup, questions, prompts, policies)
 
@@ -110,7 +102,7 @@ class Decoder:
 COMMON = ("model", "dtype", "chat", "max_new_tokens")
 SAMPLE = ("seed", "temperature", "top_k", "top_p")
 UPDATE = (*SAMPLE, "k", "reward", "optimiser", "rule", "sigma", "beta", "steps", "lr")
-KNOWLEDGE = (*UPDATE, "demonstrations", "hops", "window")
+KNOWLEDGE = (*UPDATE, "demonstrations", "reach", "hops", "window")
 DECODERS = {  # in the order of the table of results
     "greedy": Decoder(most_probable),
     "sample": Decoder(sample, SAMPLE),

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from minikid import weights
-from minikid.decode import Sampler, Update
+from minikid.decode import KID, Sampler, Update
 from minikid.kgclue import join_subject, read_facts
 from minikid.knowledge import KnowledgeTrie
 from minikid.passages import Passage, holds_triples, read_passages
+from minikid.tokenizer import Tokenizer
 from minikid.triples import Triple
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -148,6 +149,19 @@ def make_sampler(args: argparse.Namespace) -> Sampler:
 def make_update(args: argparse.Namespace) -> Update:
     optimiser = "exact" if args.optimiser == "cache" else args.optimiser  # the cache's steps are not an Update's
     return Update(args.reward, optimiser, args.rule, args.sigma, args.beta, args.steps, args.lr)
+
+
+def make_kid(args: argparse.Namespace, knowledge: KnowledgeTrie, tokenizer: Tokenizer, question: str) -> KID:
+    return KID(
+        knowledge,
+        tokenizer,
+        make_update(args),
+        demonstrations=args.demonstrations,
+        hops=args.hops,
+        window=args.window,
+        reach=args.reach,
+        question=question,
+    )
 
 
 def builtin_knowledge() -> Path:
