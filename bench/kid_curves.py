@@ -92,19 +92,20 @@ def plot(results: dict[str, Any], curves: Sequence[str], path: Path) -> None:
             found = [results["decoders"][f"{curve} {value}"][metric] for value in CURVES[curve]]
             if any(estimate["mean"] is None for estimate in found):
                 continue
-            means = [estimate["mean"] for estimate in found]
-            around = [[e["mean"] - e["low"] for e in found], [e["high"] - e["mean"] for e in found]]
-            axis.errorbar(CURVES[curve], means, around, color=colour, marker="o", markersize=4, capsize=3)
+            lows, means, highs = ([estimate[key] for estimate in found] for key in ("low", "mean", "high"))
+            axis.plot(CURVES[curve], means, color=colour, marker="o", markersize=4)
+            axis.fill_between(CURVES[curve], lows, highs, color=colour, alpha=0.15, linewidth=0)
             baseline = results["decoders"]["sample"][metric]["mean"]
             axis.axhline(baseline, color=colour, linestyle="--", linewidth=1)
             axis.set_ylabel(f"{metric} (dashed: sampling)", color=colour)
         value, remark = PAPER[curve]
         left.axvline(value, color="grey", linestyle=":")
         left.annotate(remark, (value, 0.03), xycoords=("data", "axes fraction"), rotation=90, color="grey", fontsize=8)
-        left.set_xlabel(curve)
+        left.set_xlabel("sigma, nats per step" if curve == "sigma" else curve)
         if curve == "sigma":
             left.set_xscale("log")
-            left.set_xlabel("sigma, nats per step")
+        left.set_xticks(CURVES[curve], map(str, CURVES[curve]), minor=False)
+        left.set_xticks([], minor=True)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
 

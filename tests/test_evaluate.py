@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import evaluate
 from minikid import metrics, options
-from minikid.decode import KID, Generation, LittleKID, Vanilla, beam_search, generate, greedy
+from minikid.decode import Generation, LittleKID, Vanilla, beam_search, generate, greedy
 from minikid.knowledge import KnowledgeTrie
 from minikid.model import load
 from minikid.passages import Passage
@@ -120,14 +120,14 @@ def test_each_generation_is_the_one_that_its_decoder_gives_alone(run, model_fold
     model, tokenizer = load(model_folder)
     parser = argparse.ArgumentParser()
     options.add_decoding_options(parser)
-    settings = options.settle(parser.parse_args(["--top-k", "9", "--sigma", "0.5"]))
+    settings = options.settle(parser.parse_args(["--top-k", "9", "--sigma", "0.5", "--hops", "1"]))
     sampler, update = options.make_sampler(settings), options.make_update(settings)
     for i, record in enumerate(RECORDS):
         passages = [Passage("", ctx["title"], ctx["text"]) for ctx in record["ctxs"][:1]]
         plain = tokenizer.prompt(record["question"], chat=False)
         rich = tokenizer.prompt(options.with_context(record["question"], passages), chat=False)
         trie = KnowledgeTrie.from_text(passages)
-        kid = KID(trie, tokenizer, update, hops=1, window=4, question=record["question"])
+        kid = options.make_kid(settings, trie, tokenizer, record["question"])
 
         def draw(prompt, policy, i=i):
             return generate(model, prompt, policy, sampler, max_new_tokens=12, generator=generator_of(3, i))
@@ -326,6 +326,13 @@ def test_other_settings_are_refused_in_the_same_folder(run, tmp_path, changed):
     assert "choose another --out" in err
     assert "Traceback" not in err
     assert (tmp_path / "out" / "kid.jsonl").read_bytes() == content
+
+
+def test_the_fingerprint_of_kid_holds_all_that_presets_set():
+    args = evaluate.parse([__file__, "--out", "-"])
+    assert options.PRESETS["default"].items() <= evaluate.settings_of(args, "kid").items()
+    for name in evaluate.DECODERS:
+        assert {"model", "max_new_tokens"} < evaluate.settings_of(args, name).keys()
 
 
 def test_settings_that_a_decoder_does_not_read_may_change(run, tmp_path):
