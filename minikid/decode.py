@@ -10,14 +10,14 @@ sampler, called as `sampler(log_p[V], generator) -> token`, draws with the gener
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from minikid.beam import beam_search, beam_search_batch
-from minikid.generation import Generation, Policy, check_room, log_probabilities, read_prompts
+from minikid.generation import Generation, OnToken, Policy, check_room, log_probabilities, read_prompts
 from minikid.kid import BETA_RANGE, adam_policy, adapt_beta, exact_policy, solve_beta
+from minikid.kid_cache import generate_on_cache
 from minikid.model import GPT
 from minikid.policies import KID, LittleKID, Update
 
@@ -36,6 +36,7 @@ __all__ = [
     "exact_policy",
     "generate",
     "generate_batch",
+    "generate_on_cache",
     "greedy",
     "solve_beta",
 ]
@@ -95,9 +96,6 @@ class Sampler:
             return greedy(log_p)
         p, tokens = self.distribution(log_p)
         return int(tokens[torch.multinomial(p, 1, generator=generator)])
-
-
-OnToken = Callable[[int, int, Any], None]  # row, token, state
 
 
 def generate(

@@ -5,7 +5,7 @@
 Sampling (decode.py) and beam search (beam.py) build on it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from minikid.model import GPT, Cache
+
+OnToken = Callable[[int, int, Any], None]  # row, token, state
 
 
 class Policy(Protocol):

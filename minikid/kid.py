@@ -67,8 +67,8 @@ def adam_policy(log_pi: Tensor, counts: Tensor, beta: float, reward: Reward, ste
     """K steps of Adam on the logits theta of p = softmax(theta), from theta = log pi (KID Algorithm 1; K = 3 in the
     paper).
 
-    The paper names no learning rate. Of the K + 1 iterates the one with the largest J is returned, where the paper takes
-    the last: Adam's step does not shrink near the optimum, so that a long run is now and then thrown off it.
+    The paper names no learning rate. Of the K + 1 iterates the one with the largest J is returned, where the paper
+    takes the last: Adam's step does not shrink near the optimum, so that a long run is now and then thrown off it.
     """
     # [V], [V] -> [V]
     if _Split.of(log_pi, counts) is None:
@@ -136,6 +136,12 @@ def solve_beta(log_pi: Tensor, counts: Tensor, sigma: float, reward: Reward) -> 
         high = split.logit + 2 * (high - split.logit)
     logit = _bisect(lambda x: not too_near(x), split.logit, high)
     return (1 + math.exp(-logit)) / (logit - split.logit)
+
+
+def can_move(log_pi: Tensor, counts: Tensor) -> bool:
+    """Whether the demonstrations leave anything to move: D is not empty, pi(D) not 0 or 1 to working precision."""
+    # [V], [V] -> bool
+    return _Split.of(log_pi, counts) is not None
 
 
 @dataclass(frozen=True)

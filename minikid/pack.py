@@ -34,7 +34,8 @@ class BlockedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # [..., in] -> [..., out]
-        y = torch.matmul(x.reshape(-1, x.shape[-1]), self.weight)  # [blocks, rows, out/blocks]
+        rows = x.reshape(-1, x.shape[-1]).expand(len(self.weight), -1, -1)
+        y = torch.bmm(rows, self.weight)  # [blocks, rows, out/blocks]; matmul would copy W where x needs a gradient
         y = y.transpose(0, 1).reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias
 

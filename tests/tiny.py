@@ -39,24 +39,14 @@ def byte_tokenizer(template: str | None = None) -> Tokenizer:
 
 
 @functools.cache
-def tiny_model(vocab_size: int, dtype: torch.dtype = torch.float64, positions: int = 64) -> GPT:
-    """A random Llama with grouped queries, whose distributions are neither flat nor certain."""
-    config = Config.from_dict(
-        {
-            "model_type": "llama",
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 6,
-            "vocab_size": vocab_size,
-            "hidden_size": 24,
-            "intermediate_size": 40,
-            "max_position_embeddings": positions,
-            "eos_token_id": 2,
-        }
-    )
+def tiny_model(vocab_size: int, family: str = "llama") -> GPT:
+    """A random Llama with grouped queries, or a GPT-2, in float64; its distributions are neither flat nor certain."""
+    llama = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6}
+    llama |= {"hidden_size": 24, "intermediate_size": 40, "max_position_embeddings": 64}
+    shape = llama if family == "llama" else {"n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 64}
     torch.manual_seed(0)
-    model = GPT(config).to(dtype).eval().requires_grad_(False)
+    model = GPT(Config.from_dict({"model_type": family, "vocab_size": vocab_size, "eos_token_id": 2} | shape))
+    model = model.double().eval().requires_grad_(False)
     for block in model.blocks:  # so large that the tokens read decide what comes
         for layer in (block.attention.qkv, block.attention.out, block.mlp.up, block.mlp.down):
             layer.weight.mul_(4.0)
