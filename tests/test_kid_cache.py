@@ -207,6 +207,8 @@ def test_mix_is_a_geometric_mean_and_beta_follows_its_rule():
         assert row.states[0].demonstrations == set(counts.nonzero().flatten().tolist())
         assert row.states[0].kl == pytest.approx(float((log_pi.exp() * (log_pi - expected)).sum()), abs=1e-9)
         assert row.states[0].beta == {True: 1.0, False: 0.25}[row.states[0].kl >= 0.04]
+    fixed = generate_on_cache(model, PROMPT, kid("fixed", beta=0.5), greedy, max_new_tokens=2, eos_ids=())
+    assert [state.beta for state in fixed.states] == [0.5, 0.5]
 
 
 def test_stops_errors_and_callbacks():
