@@ -24,7 +24,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "reward": "log-sum",
         "optimiser": "exact",
         "rule": "solve",
-        "sigma": 1.0,
+        "sigma": 3.0,
         "beta": 1.0,
         "demonstrations": "edge",
         "reach": 20,
