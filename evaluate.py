@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from minikid import metrics, options
-from minikid.decode import Generation, LittleKID, Vanilla, beam_search_batch, generate_batch, greedy
+from minikid.decode import Generation, LittleKID, Vanilla, beam_search_batch, generate_batch, generate_on_cache, greedy
 from minikid.generation import check_room
 from minikid.knowledge import KnowledgeTrie
 from minikid.model import GPT, Tokenizer, load
@@ -51,10 +51,15 @@ class Setup:
 # --- the decoders: functions (setup, questions, prompts) -> generations, and the table of them
 
 
+def generator_of(setup: Setup, question: Question) -> torch.Generator:
+    """Of the question alone, the same for every decoder."""
+    seed = np.random.SeedSequence((setup.args.seed % 2**64, question.index))
+    return torch.Generator().manual_seed(int(seed.generate_state(1, np.uint64)[0]))
+
+
 def draw(setup: Setup, questions: Sequence[Question], prompts: Prompts, policies) -> list[Generation]:
-    """One sample per question, with a generator of its own that is the same for every decoder."""
-    seeds = [np.random.SeedSequence((setup.args.seed % 2**64, question.index)) for question in questions]
-    generators = [torch.Generator().manual_seed(int(seed.generate_state(1, np.uint64)[0])) for seed in seeds]
+    """One sample per question."""
+    generators = [generator_of(setup, question) for question in questions]
     sampler, length = options.make_sampler(setup.args), setup.args.max_new_tokens
     return generate_batch(setup.model, prompts, policies, sampler, max_new_tokens=length, generators=generators)
 
@@ -89,6 +94,19 @@ def kid(setup: Setup, questions: Sequence[Question], prompts: Prompts) -> list[G
         options.make_kid(setup.args, trie, setup.tokenizer, question.question)
         for trie, question in zip(tries, questions, strict=True)
     ]
+    if setup.args.optimiser == "cache":
+        return [
+            generate_on_cache(
+                setup.model,
+                prompt,
+                policy,
+                options.make_sampler(setup.args),
+                steps=setup.args.steps,
+                max_new_tokens=setup.args.max_new_tokens,
+                generator=generator_of(setup, question),
+            )
+            for question, prompt, policy in zip(questions, prompts, policies, strict=True)
+        ]
     return draw(setup, questions, prompts, policies)
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 
 from minikid import options
-from minikid.decode import KID, Generation, LittleKID, Vanilla, generate_batch, greedy
+from minikid.decode import KID, Generation, LittleKID, Vanilla, beam_search, generate_batch, generate_on_cache, greedy
 from minikid.model import GPT, Tokenizer, load
 from minikid.passages import Passage
 from minikid.retrieve import BM25
 
 PROMPT = "Does marijuana impair driving ability?"
-DECODERS = ("greedy", "sample", "kid", "little-kid")
+DECODERS = ("greedy", "sample", "beam", "kid", "little-kid")
 COLOUR, PLAIN = "\x1b[36m", "\x1b[0m"
 
 
@@ -45,6 +45,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options.add_model_options(parser)
     options.add_decoding_options(parser)
     parser.add_argument("--num-samples", type=options.count, default=1, metavar="N", help="default: %(default)s")
+    parser.add_argument("--beams", type=options.count, default=5, metavar="B", help="of beam (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="one JSON object per generation on standard output")
     args = parser.parse_args(argv)
     try:
@@ -55,8 +56,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for file in args.knowledge or []:
         if not Path(file).is_file():
             parser.error(f"--knowledge {file}: no such file")
-    if args.num_samples < 1:
-        parser.error("--num-samples: expected 1 or more")
+    if min(args.num_samples, args.beams) < 1:
+        parser.error("--num-samples and --beams: expected 1 or more")
+    if args.decoder == "beam" and args.num_samples > args.beams:
+        parser.error(f"--num-samples {args.num_samples}: {args.beams} beams end in no more texts; raise --beams")
     return args
 
 
@@ -83,15 +86,7 @@ def make_policy(args: argparse.Namespace, tokenizer: Tokenizer, knowledge) -> Va
     if args.decoder == "little-kid":
         return LittleKID(knowledge, tokenizer, options.make_update(args))
     if args.decoder == "kid":
-        return KID(
-            knowledge,
-            tokenizer,
-            options.make_update(args),
-            demonstrations=args.demonstrations,
-            hops=args.hops,
-            window=args.window,
-            question=args.question,
-        )
+        return options.make_kid(args, knowledge, tokenizer, args.question)
     return Vanilla()
 
 
@@ -159,7 +154,7 @@ def run(args: argparse.Namespace) -> None:
         )
     policy = make_policy(args, tokenizer, knowledge)
     stream = Stream(tokenizer, sys.stdout.isatty() and "NO_COLOR" not in os.environ)
-    live = args.num_samples == 1 and not args.json
+    live = args.num_samples == 1 and not args.json and args.decoder != "beam"
     rows = generate_rows(args, model, prompt, policy, stream if live else None)
     if live:
         stream.close()
@@ -167,21 +162,28 @@ def run(args: argparse.Namespace) -> None:
         if args.json:
             print(as_json(args, i, row, tokenizer, passages), flush=True)
         elif not live:
-            print(f"[{i + 1}] {tokenizer.decode(row.tokens)}", flush=True)
+            print((f"[{i + 1}] " if args.num_samples > 1 else "") + tokenizer.decode(row.tokens), flush=True)
     seconds = time.perf_counter() - began
     total = sum(len(row.tokens) for row in rows)
     note(f"{total} tokens, {sum(row.forwarded for row in rows)} forwarded, {seconds:.1f} s in all")
 
 
 def generate_rows(args: argparse.Namespace, model: GPT, prompt: list[int], policy, on_token) -> list[Generation]:
-    n = args.num_samples
+    n, length = args.num_samples, args.max_new_tokens
+    if args.decoder == "beam":
+        return beam_search(model, prompt, policy, args.beams, max_new_tokens=length)[:n]
+    sampler = greedy if args.decoder == "greedy" else options.make_sampler(args)
+    generators = [torch.Generator().manual_seed(args.seed + i) for i in range(n)]
+    if args.decoder == "kid" and args.optimiser == "cache":
+        keywords = {"steps": args.steps, "max_new_tokens": length, "on_token": on_token}
+        return [generate_on_cache(model, prompt, policy, sampler, generator=g, **keywords) for g in generators]
     return generate_batch(
         model,
         [prompt] * n,
         [policy] * n,
-        greedy if args.decoder == "greedy" else options.make_sampler(args),
-        max_new_tokens=args.max_new_tokens,
-        generators=[torch.Generator().manual_seed(args.seed + i) for i in range(n)],
+        sampler,
+        max_new_tokens=length,
+        generators=generators,
         on_token=on_token,
     )
 

@@ -148,7 +148,7 @@ def _llama(raw: dict[str, Any]) -> Config:
 
 
 def _rope(raw: dict[str, Any]) -> Rope:
-    # older files have rope_theta beside rope_scaling, newer ones both inside rope_parameters; the kind has two spellings
+    # older files: rope_theta beside rope_scaling; newer: both inside rope_parameters; the kind has two spellings
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     theta = scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0
     kind = scaling.get("rope_type") or scaling.get("type") or "default"

@@ -1,4 +1,4 @@
-"""The tensors of an HF-layout folder, one `model.safetensors` or shards with an index, and their names in both families.
+"""The tensors of an HF-layout folder, one file or shards with an index, and their names in both families.
 
 Tensors are read one at a time, each through its own short-lived mapping of the file, so that a model is never in memory
 twice.

@@ -242,7 +242,7 @@ class GPT(nn.Module):
         return self.head(self.hidden(tokens, cache))
 
     def hidden(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
-        """The last layer's normalised states; `head` of them are the logits, for whichever positions these are wanted."""
+        """The last layer's normalised states; `head` makes logits of those positions that are wanted."""
         # [B, T] -> [B, T, D]
         T, past = tokens.shape[1], cache.length if cache is not None else 0
         start = cache.start if cache is not None else None
