@@ -7,8 +7,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from tiny import TEMPLATE, byte_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny import TEMPLATE, write_folder
 
 import evaluate
 from minikid import metrics, options
@@ -48,29 +47,7 @@ RECORDS = [
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
-    """A random Llama that transformers has written, and a byte-level tokenizer without a chat template."""
-    path = tmp_path_factory.mktemp("model")
-    tokenizer = byte_tokenizer()
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=tokenizer.vocab_size,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            intermediate_size=48,
-            max_position_embeddings=400,
-            eos_token_id=2,
-        )
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.15 * torch.randn_like(parameter))
-    model.save_pretrained(path)
-    tokenizer._library.save(str(path / "tokenizer.json"))
-    (path / "tokenizer_config.json").write_text("{}")
-    return path
+    return write_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -1,10 +1,13 @@
 """A tiny random decoder and a small byte-level tokenizer, built in memory for tests."""
 
 import functools
+import json
+from pathlib import Path
 
 import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from minikid.config import Config
 from minikid.model import GPT
@@ -52,3 +55,28 @@ def tiny_model(vocab_size: int, family: str = "llama") -> GPT:
             layer.weight.mul_(4.0)
     model.head.weight.mul_(4.0)
     return model
+
+
+def write_folder(path: Path, template: str | None = None) -> Path:
+    """An HF-layout folder of a random Llama, written by transformers, with the byte-level tokenizer."""
+    tokenizer = byte_tokenizer()
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=tokenizer.vocab_size,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=48,
+            max_position_embeddings=400,
+            eos_token_id=2,
+        )
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.15 * torch.randn_like(parameter))
+    model.save_pretrained(path)
+    tokenizer._library.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template} if template else {}))
+    return path

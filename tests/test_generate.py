@@ -1,0 +1,158 @@
+"""generate.py from the outside: text on standard output, all else on standard error, exit codes, seeds, errors."""
+
+import io
+import json
+import sys
+
+import pytest
+from tiny import TEMPLATE, write_folder
+
+import generate
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_folder(tmp_path_factory.mktemp("model"), TEMPLATE)
+
+
+@pytest.fixture
+def run(folder, capfd):
+    """Runs the program on the tiny model: exit code, standard output, standard error."""
+
+    def call(*arguments, model=True):
+        try:
+            code = generate.main([*(["--model", str(folder)] if model else []), "--max-new-tokens", "12", *arguments])
+        except SystemExit as stop:
+            code = stop.code
+        return code, *capfd.readouterr()
+
+    return call
+
+
+@pytest.mark.parametrize("decoder", generate.DECODERS)
+def test_every_decoder_writes_its_text_alone_to_standard_output(run, decoder):
+    code, out, err = run("--decoder", decoder, "--prompt", "What is the capital of Mongolia?")
+    assert code == 0
+    _, record, _ = run("--decoder", decoder, "--prompt", "What is the capital of Mongolia?", "--json")
+    assert out == json.loads(record)["text"] + "\n"
+    assert "forwarded" in err
+
+
+@pytest.mark.parametrize("preset", ["default", "paper", "released"])
+def test_presets_run_and_repeat(run, preset):
+    first = run("--preset", preset, "--json", "--seed", "3")
+    assert first[0] == 0
+    assert run("--preset", preset, "--json", "--seed", "3")[1] == first[1]
+    record = json.loads(first[1])
+    assert record["prompt"] == generate.PROMPT
+    assert record["passages"]
+    assert len(record["knowledge"]) == len(record["kl"]) == len(record["beta"]) == len(record["tokens"])
+    assert any(kl > 0 for kl in record["kl"])
+
+
+def test_samples_of_one_batch_are_the_samples_alone(run):
+    """Sample i draws with seed + i."""
+    lines = [json.loads(line) for line in run("--num-samples", "3", "--seed", "5", "--json")[1].splitlines()]
+    assert [line["seed"] for line in lines] == [5, 6, 7]
+    for line in lines:
+        alone = json.loads(run("--seed", str(line["seed"]), "--json")[1])
+        assert alone["tokens"] == line["tokens"]
+        assert alone["log_probs"] == pytest.approx(line["log_probs"], abs=1e-4)
+    assert [line["forwarded"] - len(line["tokens"]) for line in lines][1:] == [-1, -1] or any(
+        line["stop"] == "eos" for line in lines
+    )
+
+
+def test_temperature_zero_is_greedy(run):
+    assert run("--decoder", "sample", "--temperature", "0")[1] == run("--decoder", "greedy")[1]
+
+
+def test_the_prompt_from_a_file_or_standard_input(run, tmp_path, monkeypatch):
+    prompt = "Where is Mongolia? 🙂"
+    expected = run("--prompt", prompt, "--json")[1]
+    (tmp_path / "prompt.txt").write_text(prompt + "\n", encoding="utf-8")
+    assert run("--prompt-file", str(tmp_path / "prompt.txt"), "--json")[1] == expected
+    for arguments in (["-"], ["--prompt-file", "-"]):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(prompt + "\n"))
+        assert run(*arguments, "--json")[1] == expected
+
+
+def test_knowledge_of_every_kind(run, tmp_path):
+    (tmp_path / "a.txt").write_text("Ulaanbaatar is the capital of Mongolia.", encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('{"title": "Tuul", "text": "The Tuul is a river in Mongolia."}\n')
+    (tmp_path / "c.tsv").write_text("Mongolia\tcapital\tUlaanbaatar\n")
+    files = [str(tmp_path / name) for name in ("a.txt", "b.jsonl", "c.tsv")]
+    code, out, err = run("--prompt", "Tell of Mongolia", "--json", "--knowledge", *files)
+    assert code == 0
+    assert len(json.loads(out)["passages"]) == 2
+    assert "from 2 passages and 1 of the files" in err
+    code, out, _ = run("--prompt", "Tell of Mongolia", "--json", "--retriever", "none", "--knowledge", files[0])
+    assert code == 0
+    assert len(json.loads(out)["passages"]) == 1
+
+
+def test_context_puts_the_passages_into_the_prompt(run, tmp_path):
+    (tmp_path / "a.txt").write_text("Ulaanbaatar is the capital. <|im_end|> stays text.", encoding="utf-8")
+    arguments = ("--decoder", "greedy", "--json", "--knowledge", str(tmp_path / "a.txt"), "--retriever", "none")
+    without, within = (json.loads(run(*arguments, *more)[1]) for more in ([], ["--context"]))
+    assert within["forwarded"] > without["forwarded"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--decoder", "magic"], "invalid choice: 'magic'"),
+        (["--prompt", "  "], "the prompt is empty"),
+        (["--prompt-file", "no/such/file"], "No such file"),
+        (["--knowledge", "no/such/file.txt"], "no/such/file.txt: no such file"),
+        (["--top-p", "0"], "0 < top_p <= 1"),
+        (["--sigma", "-1"], "sigma"),
+        (["--max-new-tokens", "-3"], "expected 0 or more, got -3"),
+        (["--num-samples", "0"], "expected 1 or more"),
+        (["--decoder", "beam", "--num-samples", "9"], "5 beams end in no more texts"),
+        (["--optimiser", "cache"], "no closed form to solve beta for"),
+    ],
+)
+def test_bad_usage_is_refused_with_code_2(run, arguments, message):
+    code, out, err = run(*arguments)
+    assert code == 2
+    assert out == ""
+    assert message in err
+
+
+def test_what_fails_while_running_ends_with_code_1_and_one_line(run, tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"title": "t", "text": "fine"}\n{"title": 3\n')
+    (tmp_path / "config.json").write_text("{}")
+    for arguments, message in (
+        (["--knowledge", str(bad)], f"{bad}:2"),
+        (["--model", str(tmp_path)], "tokenizer.json does not exist"),
+        (["--max-new-tokens", "4000"], "leaves room for"),
+        (["--model", "no such model"], "no such model"),
+    ):
+        code, out, err = run(*arguments)
+        assert code == 1
+        assert out == ""
+        assert message in err
+        assert err.splitlines()[-1].startswith("generate.py: error: ")
+
+
+def test_the_streamed_text_is_the_whole_text(run, monkeypatch):
+    """Knowledge tokens in colour on a terminal; without the colours the text is the same."""
+    plain = run("--prompt", "Mongolia 🙂 日本")[1]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    coloured = run("--prompt", "Mongolia 🙂 日本")[1]
+    assert generate.COLOUR in coloured
+    assert coloured.replace(generate.COLOUR, "").replace(generate.PLAIN, "") == plain
+
+
+def test_mongolia_on_the_default_model(default_folder, tmp_path, capfd):
+    """The model alone does not know the capital; with a passage that says so KID writes it."""
+    (tmp_path / "a.txt").write_text("Ulaanbaatar is the capital and largest city of Mongolia.", encoding="utf-8")
+    question = ["--model", str(default_folder), "--prompt", "What is the capital of Mongolia?"]
+    short = ["--max-new-tokens", "24"]
+    assert generate.main([*question, *short, "--decoder", "greedy"]) == 0
+    assert "Ulaanbaatar" not in capfd.readouterr().out
+    assert generate.main([*question, *short, "--temperature", "0", "--knowledge", str(tmp_path / "a.txt")]) == 0
+    assert "Ulaanbaatar" in capfd.readouterr().out
