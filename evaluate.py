@@ -238,6 +238,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> None:
+    metrics.load_scorers()  # where they are missing, say so before the work
     questions = list(islice(read_questions(args.data, partial(complain, args)), args.limit))
     setup = Setup(args, *load(args.model, args.device, options.DTYPES[args.dtype]))
     questions = [question for question in questions if fits(setup, question)]

@@ -17,7 +17,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,12 +48,12 @@ def best(measure: Callable[[str, str], float | None], text: str, answers: Iterab
 
 def bleu1(text: str, answer: str) -> float | None:
     """Sentence-level BLEU of unigrams alone. Smoothing and effective order change nothing at this order."""
-    return _bleu().sentence_score(text, [answer]).score if answer.strip() else None
+    return load_scorers()[0].sentence_score(text, [answer]).score if answer.strip() else None
 
 
 def rouge_l(text: str, answer: str) -> float | None:
     """ROUGE-L's F-measure without stemming, the default of rouge-score; its tokens are runs of a-z and 0-9."""
-    scorer, tokenizer = _rouge()
+    _, scorer, tokenizer = load_scorers()
     return 100 * scorer.score(answer, text)["rougeL"].fmeasure if tokenizer.tokenize(answer) else None
 
 
@@ -131,16 +131,16 @@ def resampled_means(values: Sequence[float | None], weights: np.ndarray, per: Se
 
 
 @functools.cache
-def _bleu():
-    from sacrebleu.metrics import BLEU
-
-    return BLEU(max_ngram_order=1, effective_order=True, smooth_method="none")
-
-
-@functools.cache
-def _rouge():
-    from rouge_score.rouge_scorer import RougeScorer
-    from rouge_score.tokenizers import DefaultTokenizer
-
+def load_scorers() -> tuple[Any, Any, Any]:
+    """sacrebleu's BLEU, rouge-score's scorer and its tokenizer. ValueError where one of the two is not installed."""
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+        from rouge_score.tokenizers import DefaultTokenizer
+        from sacrebleu.metrics import BLEU
+    except ImportError as error:
+        raise ValueError(
+            f"scores need sacrebleu and rouge-score ({error}); pip install sacrebleu rouge-score"
+        ) from None
     tokenizer = DefaultTokenizer(use_stemmer=False)
-    return RougeScorer(["rougeL"], tokenizer=tokenizer), tokenizer
+    bleu = BLEU(max_ngram_order=1, effective_order=True, smooth_method="none")
+    return bleu, RougeScorer(["rougeL"], tokenizer=tokenizer), tokenizer

@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from tiny import TEMPLATE, write_folder
 
 import evaluate
 from minikid import metrics, options
-from minikid.decode import Generation, LittleKID, Vanilla, beam_search, generate, greedy
+from minikid.decode import Generation, LittleKID, Vanilla, beam_search, generate, generate_on_cache, greedy
 from minikid.knowledge import KnowledgeTrie
 from minikid.model import load
 from minikid.passages import Passage
@@ -124,6 +125,26 @@ def test_each_generation_is_the_one_that_its_decoder_gives_alone(run, model_fold
             assert (line["tokens"], line["forwarded"]) == (len(generation.tokens), generation.forwarded), name
     for a, b in itertools.combinations(alone, 2):  # or the test could not tell them apart
         assert texts(tmp_path, a) != texts(tmp_path, b)
+
+
+def test_steps_on_the_cache_draw_with_the_same_generators(run, model_folder, tmp_path):
+    assert run("--decoders", "sample,kid", "--preset", "released", "--limit", 2)[0] == 0
+    model, tokenizer = load(model_folder)
+    args = evaluate.parse([__file__, "--out", "-", "--preset", "released"])
+    for i, record in enumerate(RECORDS[:2]):
+        trie = KnowledgeTrie.from_text([Passage("", ctx["title"], ctx["text"]) for ctx in record["ctxs"]])
+        policy = options.make_kid(args, trie, tokenizer, record["question"])
+        prompt = tokenizer.prompt(record["question"], chat=False)
+        alone = generate_on_cache(
+            model,
+            prompt,
+            policy,
+            options.make_sampler(args),
+            steps=args.steps,
+            max_new_tokens=12,
+            generator=generator_of(0, i),
+        )
+        assert texts(tmp_path, "kid")[i] == tokenizer.decode(alone.tokens)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -388,6 +409,16 @@ def test_bad_usage_exits_with_2_and_one_line(run, capfd, arguments, message):
     out, err = capfd.readouterr()
     assert out == ""
     assert message in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["sacrebleu.metrics", "rouge_score.rouge_scorer"])
+def test_missing_scorers_are_named_before_the_work(run, tmp_path, monkeypatch, name):
+    metrics.load_scorers.cache_clear()
+    monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
+    code, out, err = run("--decoders", "sample")
+    assert (code, out) == (1, "")
+    assert "pip install sacrebleu rouge-score" in err
+    assert not (tmp_path / "out").exists()
 
 
 def test_missing_files_are_errors(run, tmp_path, capfd):
