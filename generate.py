@@ -10,14 +10,26 @@ from pathlib import Path
 
 import torch
 
-from minikid import options
-from minikid.decode import KID, Generation, LittleKID, Vanilla, beam_search, generate_batch, generate_on_cache, greedy
+from minikid import kgclue, options
+from minikid.decode import (
+    KID,
+    Constrained,
+    Generation,
+    LittleKID,
+    LookAhead,
+    Vanilla,
+    beam_search,
+    generate_batch,
+    generate_on_cache,
+    greedy,
+)
 from minikid.model import GPT, Tokenizer, load
 from minikid.passages import Passage
 from minikid.retrieve import BM25
+from minikid.trie import TokenTrie
 
 PROMPT = "Does marijuana impair driving ability?"
-DECODERS = ("greedy", "sample", "beam", "kid", "little-kid")
+DECODERS = ("greedy", "sample", "beam", "kid", "little-kid", "trie")
 COLOUR, PLAIN = "\x1b[36m", "\x1b[0m"
 
 
@@ -45,7 +57,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options.add_model_options(parser)
     options.add_decoding_options(parser)
     parser.add_argument("--num-samples", type=options.count, default=1, metavar="N", help="default: %(default)s")
-    parser.add_argument("--beams", type=options.count, default=5, metavar="B", help="of beam (default: %(default)s)")
+    parser.add_argument(
+        "--beams", type=options.count, default=5, metavar="B", help="of beam and trie (default: %(default)s)"
+    )
+    trie = parser.add_argument_group(
+        "trie", "answers with a key (S, P, M) of the triples in --knowledge and its values"
+    )
+    trie.add_argument("--no-lookahead", action="store_true", help="the prefix tree alone")
+    trie.add_argument(
+        "--trie", type=Path, metavar="DIR", help="keep the built trie there; open it if it is there already"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object per generation on standard output")
     args = parser.parse_args(argv)
     try:
@@ -56,6 +77,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for file in args.knowledge or []:
         if not Path(file).is_file():
             parser.error(f"--knowledge {file}: no such file")
+    if args.decoder == "trie":
+        if not args.knowledge and not args.trie:
+            parser.error(
+                "--decoder trie needs triples: --knowledge FILE.tsv with subject, predicate and object, or --trie DIR"
+            )
+        for file in args.knowledge or []:
+            if not options.holds_triples(file):
+                parser.error(
+                    f"--knowledge {file}: expected triples, a .tsv of subject, predicate and object without a header"
+                )
     if min(args.num_samples, args.beams) < 1:
         parser.error("--num-samples and --beams: expected 1 or more")
     if args.decoder == "beam" and args.num_samples > args.beams:
@@ -168,6 +199,39 @@ def run(args: argparse.Namespace) -> None:
     note(f"{total} tokens, {sum(row.forwarded for row in rows)} forwarded, {seconds:.1f} s in all")
 
 
+def run_trie(args: argparse.Namespace) -> None:
+    """Answers from a trie of triples: `S ||| P ||| O` lines, the best key first, with every value of a key."""
+    model, tokenizer = load(args.model, args.device, options.DTYPES[args.dtype])
+    separator = options.separator_of(tokenizer)
+    began = time.perf_counter()
+    if args.trie and args.trie.exists():
+        trie = TokenTrie.open(args.trie)
+    else:
+        facts = (fact for file in args.knowledge or [] for fact in kgclue.read_facts(file))
+        trie = kgclue.build_trie(facts, tokenizer.encode, separator)
+        if args.trie:
+            trie.save(args.trie)
+    note(f"{len(trie)} keys, {time.perf_counter() - began:.1f} s")
+    question = tokenizer.encode(args.question)
+    ends = tokenizer.eos_ids
+    policy = Constrained(trie, ends) if args.no_lookahead else LookAhead(trie, ends, question, separator)
+    prompt = tokenizer.prompt(args.question, tokenizer.template is not None if args.chat is None else args.chat)
+    rows = beam_search(model, prompt, policy, args.beams, max_new_tokens=args.max_new_tokens)
+    rows = [row for row in rows if row.stop == "eos"][: args.num_samples]
+    if not rows:
+        raise ValueError(f"no key ended within {args.max_new_tokens} tokens; raise --max-new-tokens")
+    for row in rows:
+        fields = [tokenizer.decode(field) for field in kgclue.split_key(row.tokens, separator)]
+        values = trie.values(row.tokens)
+        if args.json:
+            record = dict(zip(("subject", "predicate", "meaning"), fields, strict=True))
+            record |= {"prompt": args.question, "decoder": "trie", "values": values, "score": row.score}
+            print(json.dumps(record, ensure_ascii=False), flush=True)
+        else:
+            for value in values:
+                print(f"{kgclue.join_subject(fields[0], fields[2])} ||| {fields[1]} ||| {value}", flush=True)
+
+
 def generate_rows(args: argparse.Namespace, model: GPT, prompt: list[int], policy, on_token) -> list[Generation]:
     n, length = args.num_samples, args.max_new_tokens
     if args.decoder == "beam":
@@ -191,7 +255,7 @@ def generate_rows(args: argparse.Namespace, model: GPT, prompt: list[int], polic
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     try:
-        run(args)
+        run_trie(args) if args.decoder == "trie" else run(args)
     except (ValueError, OSError) as error:
         note(f"generate.py: error: {error}")
         return 1

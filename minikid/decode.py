@@ -18,14 +18,17 @@ from minikid.beam import beam_search, beam_search_batch
 from minikid.generation import Generation, OnToken, Policy, check_room, log_probabilities, read_prompts
 from minikid.kid import BETA_RANGE, adam_policy, adapt_beta, exact_policy, solve_beta
 from minikid.kid_cache import generate_on_cache
+from minikid.lookahead import Constrained, LookAhead, lookahead_gains
 from minikid.model import GPT
 from minikid.policies import KID, LittleKID, Update
 
 __all__ = [
     "BETA_RANGE",
     "KID",
+    "Constrained",
     "Generation",
     "LittleKID",
+    "LookAhead",
     "Sampler",
     "Update",
     "Vanilla",
@@ -38,6 +41,7 @@ __all__ = [
     "generate_batch",
     "generate_on_cache",
     "greedy",
+    "lookahead_gains",
     "solve_beta",
 ]
 

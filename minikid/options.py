@@ -164,6 +164,19 @@ def make_kid(args: argparse.Namespace, knowledge: KnowledgeTrie, tokenizer: Toke
     )
 
 
+def separator_of(tokenizer: Tokenizer) -> int:
+    """The token between the fields of a trie's keys: [SEP], or the first control token that ends nothing; no text has
+    it.
+
+    ValueError for a tokenizer without one.
+    """
+    special = [token for _, token in sorted(tokenizer.special.items(), key=lambda item: (item[0] != "[SEP]", item[1]))]
+    free = [token for token in special if token not in tokenizer.eos_ids]
+    if not free:
+        raise ValueError("this tokenizer has no control token beside eos that could separate the fields of a key")
+    return free[0]
+
+
 def builtin_knowledge() -> Path:
     """The passages that come with the package."""
     return Path(str(resources.files("minikid") / "passages.jsonl"))

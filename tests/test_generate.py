@@ -29,7 +29,7 @@ def run(folder, capfd):
     return call
 
 
-@pytest.mark.parametrize("decoder", generate.DECODERS)
+@pytest.mark.parametrize("decoder", [name for name in generate.DECODERS if name != "trie"])
 def test_every_decoder_writes_its_text_alone_to_standard_output(run, decoder):
     code, out, err = run("--decoder", decoder, "--prompt", "What is the capital of Mongolia?")
     assert code == 0
@@ -96,6 +96,48 @@ def test_context_puts_the_passages_into_the_prompt(run, tmp_path):
     arguments = ("--decoder", "greedy", "--json", "--knowledge", str(tmp_path / "a.txt"), "--retriever", "none")
     without, within = (json.loads(run(*arguments, *more)[1]) for more in ([], ["--context"]))
     assert within["forwarded"] > without["forwarded"]
+
+
+FACTS = (
+    "Mongolia（country）\tcapital\tUlaanbaatar\nMongolia（country）\triver\tTuul\nMongolia（country）\triver\tOrkhon\n"
+)
+
+
+def test_trie_answers_with_keys_and_all_their_values(run, tmp_path):
+    """Built and kept, opened again; with and without look-ahead; as lines and as JSON."""
+    kb, folder = tmp_path / "kb.tsv", tmp_path / "trie"
+    kb.write_text(FACTS + "car\twheels\t4\n", encoding="utf-8")
+    arguments = ["--decoder", "trie", "--prompt", "Which river is in Mongolia?", "--max-new-tokens", "60"]
+    code, out, _ = run(*arguments, "--knowledge", str(kb), "--trie", str(folder), "--num-samples", "3")
+    assert code == 0
+    assert sorted(out.splitlines()) == [
+        "Mongolia（country） ||| capital ||| Ulaanbaatar",
+        "Mongolia（country） ||| river ||| Orkhon",
+        "Mongolia（country） ||| river ||| Tuul",
+        "car ||| wheels ||| 4",
+    ]
+    assert run(*arguments, "--trie", str(folder), "--num-samples", "3")[1] == out
+    record = json.loads(run(*arguments, "--trie", str(folder), "--json", "--no-lookahead")[1])
+    assert record["subject"] in ("Mongolia", "car")
+    assert record["values"]
+
+
+def test_trie_errors(run, tmp_path):
+    code, _, err = run("--decoder", "trie")
+    assert code == 2
+    assert "--decoder trie needs triples" in err
+    (tmp_path / "a.txt").write_text("text")
+    code, _, err = run("--decoder", "trie", "--knowledge", str(tmp_path / "a.txt"))
+    assert code == 2
+    assert "expected triples" in err
+    (tmp_path / "kb.tsv").write_text("one\ttwo\n")
+    code, _, err = run("--decoder", "trie", "--knowledge", str(tmp_path / "kb.tsv"))
+    assert code == 1
+    assert "kb.tsv:1" in err
+    (tmp_path / "kb.tsv").write_text(FACTS, encoding="utf-8")
+    code, _, err = run("--decoder", "trie", "--knowledge", str(tmp_path / "kb.tsv"), "--max-new-tokens", "2")
+    assert code == 1
+    assert "no key ended within 2 tokens" in err
 
 
 @pytest.mark.parametrize(
