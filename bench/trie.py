@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -180,6 +181,25 @@ def masks(folder: Path) -> dict:
     return report
 
 
+def lookahead(folder: Path) -> dict:
+    """Gains of the children of nodes with about 100 completions, for questions of 20 tokens."""
+    from minikid.lookahead import LookAhead
+    from minikid.trie import TokenTrie
+
+    trie, rng = TokenTrie.open(folder / "trie"), np.random.default_rng(4)
+    nodes, _ = random_walks(trie, np.random.default_rng(2), 20_000)
+    sized = [node for node in dict.fromkeys(nodes) if 90 <= trie.count_at(node) <= 110]
+    seconds = []
+    for node in sized[:300]:
+        question = rng.choice(VOCABULARY, 20).tolist() + [int(token) for token in trie.children(node)[:2]]
+        policy = LookAhead(trie, [0], question, separator=VOCABULARY)
+        state = replace(policy.start([]), node=node)
+        start = time.perf_counter()
+        policy.gains(state)
+        seconds.append(time.perf_counter() - start)
+    return {"median ms": float(np.median(seconds)) * 1e3, "nodes": len(seconds)}
+
+
 def keys_of(folder: Path):
     """The keys one by one, as lists."""
     tokens, lengths, _ = load(folder)
@@ -244,7 +264,7 @@ def marisa(folder: Path) -> dict:
     return {"build s": built, "MB": size, **steps(seconds)}
 
 
-PARTS = {f.__name__: f for f in (generate, build, walk, walk_cold, masks, ours_small, dicts, marisa)}
+PARTS = {f.__name__: f for f in (generate, build, walk, walk_cold, masks, lookahead, ours_small, dicts, marisa)}
 
 
 def run(part: str, folder: Path, keys: int) -> dict:
@@ -284,7 +304,8 @@ def main() -> None:
         small = folder / "small"
         small.mkdir(parents=True, exist_ok=True)
         made = run("generate", folder, args.keys)
-        B, W, C, M = (run(part, folder, args.keys) for part in ("build", "walk", "walk_cold", "masks"))
+        parts = ("build", "walk", "walk_cold", "masks", "lookahead")
+        B, W, C, M, L = (run(part, folder, args.keys) for part in parts)
         run("generate", small, min(args.keys, SMALL))
         small_runs = {part: run(part, small, args.keys) for part in ("ours_small", "dicts", "marisa")}
 
@@ -301,6 +322,7 @@ def main() -> None:
         ("the same, 99th percentile, us", W["p99 us"], None, None),
         ("the same, files not in the page cache before, median, us", C["median us"], 20, None),
         *((f"masks of {VOCABULARY:,} tokens, {name}, ms", ms, 1, None) for name, ms in M.items()),
+        (f"look-ahead over about 100 completions ({L['nodes']} nodes), median, ms", L["median ms"], 2, None),
     ]
     lines = [[n, x, t, t and t / x, r, r and r / x] for n, x, t, r in rows]
     title = f"{made['triples']:,} triples, {B['keys']:,} distinct keys"

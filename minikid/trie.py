@@ -273,7 +273,9 @@ class TokenTrie:
         if size < self.vocabulary:
             raise ValueError(f"expected masks of at least {self.vocabulary} tokens, as this trie has them, got {size}")
         codes, forks, rows, branches = self._on(nodes)
-        nodes, back = nodes.unique(return_inverse=True)  # beams often share a cursor, at first all do
+        distinct, back = nodes.unique(return_inverse=True)  # beams often share a cursor, at first all do
+        shared = len(distinct) < len(nodes)
+        nodes = distinct if shared else nodes
         mask = torch.zeros(len(nodes), size + 1, dtype=torch.bool, device=nodes.device)  # by code
         begin = torch.arange(len(nodes), device=nodes.device) * (size + 1)  # of each cursor's row in the flat mask
         mask.view(-1).index_fill_(0, begin + codes[nodes + 1].long(), True)
@@ -284,7 +286,7 @@ class TokenTrie:
             if further:
                 flat = torch.cat(further).long().add_(torch.repeat_interleave(begin, count))  # [M]
                 mask.view(-1).index_fill_(0, flat, True)
-        return mask[back, 1:]
+        return mask[back, 1:] if shared else mask[:, 1:]
 
     def ends_all(self, nodes: torch.Tensor) -> torch.Tensor:
         """For each cursor whether a key ends there, on the device of `nodes` (int64 [B])."""
