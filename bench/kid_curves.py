@@ -33,7 +33,7 @@ from minikid.questions import Question, digest, read_questions
 from minikid.results import compare
 from minikid.retrieve import BM25
 
-CURVES = {"sigma": (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0), "h_max": range(1, 6), "k": range(1, 11)}
+CURVES = {"sigma": (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 3.0, 5.0), "h_max": range(1, 6), "k": range(1, 11)}
 PAPER = {"sigma": (0.02, "the paper's choice"), "h_max": (4, "best in the paper"), "k": (5, "best in the paper")}
 COLUMNS = ("ROUGE-L", "Cov", "F1", "tokens per second")
 
