@@ -83,7 +83,7 @@ class Constrained:
     def __init__(self, trie: TokenTrie, end_ids: Sequence[int]):
         if not end_ids:
             raise ValueError("expected at least one eos id, by which a key can end; got none")
-        self.trie, self.end_ids = trie, list(end_ids)
+        self.trie, self.end_ids = trie, list(dict.fromkeys(end_ids))
 
     def start(self, prompt: Sequence[int]) -> Cursor:
         return Cursor(self.trie.root)
@@ -92,20 +92,26 @@ class Constrained:
         # [V] -> [V]
         for token in tokens[state.seen :]:
             state = self.advance(state, token)
-        allowed = self.trie.children(state.node).tolist()
-        if allowed and allowed[-1] >= len(log_pi):
+        if self.trie.vocabulary > len(log_pi):
             raise ValueError(
-                f"the trie has token {allowed[-1]}, but the model's vocabulary has {len(log_pi)}: "
+                f"the trie has tokens up to {self.trie.vocabulary - 1}, but the model's vocabulary has {len(log_pi)}: "
                 "it was built with another tokenizer; build it anew"
+            )
+        allowed = self.trie.children(state.node).tolist()
+        if clash := set(allowed).intersection(self.end_ids):
+            raise ValueError(
+                f"expected keys without the eos ids {self.end_ids}, but one goes on with {clash.pop()} after "
+                f"{list(tokens)}: its end could not be told from that token; build the trie without it"
             )
         ends = self.end_ids if self.trie.ends(state.node) else []
         index = torch.tensor([*allowed, *ends], device=log_pi.device)
-        inside = log_pi[index] - log_pi[index].logsumexp(0)
-        if inside.isnan().any():
+        total = log_pi[index].logsumexp(0)
+        if total == -torch.inf:
             raise ValueError(
                 f"all {len(index)} continuations that the trie allows after {list(tokens)} have probability 0; "
                 "another policy or mask excludes them"
             )
+        inside = log_pi[index] - total
         if len(index) > 1:
             inside = self.adjust(inside, allowed, state)
         return torch.full_like(log_pi, -torch.inf).index_copy(0, index, inside), state
@@ -155,7 +161,7 @@ class LookAhead(Constrained):
             return log_p
         gains = self.gains(state)
         exponents = [1 / (gains[token] + 1) for token in children] + [1.0] * (len(log_p) - len(children))
-        return (log_p * torch.tensor(exponents).to(log_p)).log_softmax(0)
+        return (log_p * log_p.new_tensor(exponents)).log_softmax(0)
 
     def gains(self, state: Cursor) -> dict[int, int]:
         """The largest gain of the completions behind each child.

@@ -15,8 +15,9 @@ from minikid.trie import TokenTrie
 
 V, END, SEP = 9, 0, 1
 TOKEN = st.integers(2, V - 1)
+FIELD = st.lists(st.integers(2, 4), max_size=5)  # of few tokens, so that keys fork and gains of 2 and more are common
 KEYS = st.lists(
-    st.lists(st.lists(TOKEN, max_size=4), min_size=2, max_size=3).map(
+    st.lists(FIELD, min_size=2, max_size=3).map(
         lambda fields: [2, *[token for i, field in enumerate(fields) for token in ([SEP] if i else []) + field]]
     ),
     min_size=1,
@@ -74,7 +75,7 @@ def test_bit_rows_are_lcs_lengths(sequence, question):
         row = coverage.extend(row, sequence[end]) if end < len(sequence) else row
 
 
-@given(KEYS, st.lists(TOKEN, max_size=8), LOGITS, st.booleans(), st.sampled_from([1, 2]), st.data())
+@given(KEYS, st.lists(st.integers(2, 5), max_size=8), LOGITS, st.booleans(), st.sampled_from([1, 2]), st.data())
 @settings(deadline=None, max_examples=150)
 def test_look_ahead_equals_the_direct_definition(keys, question, logits, whole, field, data):
     """Every completion enumerated, every LCS from the beginning."""
@@ -83,6 +84,10 @@ def test_look_ahead_equals_the_direct_definition(keys, question, logits, whole, 
     policy = LookAhead(TokenTrie.build(keys), [END], question, SEP, field=field, whole=whole)
     log_pi = torch.tensor(logits, dtype=torch.float64).log_softmax(0)
     log_p, _ = policy(log_pi, prefix, policy.start([5]))
+    state = policy.start([5])
+    for end in range(len(prefix) + 1):  # token by token: the cursor and the row of the prefix are carried on
+        again, state = policy(log_pi, prefix[:end], state)
+    assert torch.equal(again, log_p)
     p = constrained(keys, prefix, log_pi.exp().tolist())
     if prefix.count(SEP) == field and sum(x > 0 for x in p) > 1:
         begin = 0 if whole else len(prefix) - prefix[::-1].index(SEP)
@@ -111,15 +116,16 @@ def test_the_articles_kind_of_mistake_is_mended():
     log_p = ahead(log_pi, [2, SEP], ahead.start([]))[0]
     raised = [6 / 7, (1 / 7) ** (1 / 3)]
     assert log_p[[5, 6]].exp().tolist() == pytest.approx([x / sum(raised) for x in raised], abs=1e-6)
+    assert lookahead_gains([[6, 7], [6, 3], [6]], [6], question) == [1, 0, 0]
 
 
-@given(KEYS)
+@given(KEYS, st.lists(TOKEN, max_size=6), st.booleans())
 @settings(deadline=None, max_examples=10)
-def test_beams_are_the_best_keys_in_order(keys):
+def test_beams_are_the_best_keys_in_order(keys, question, ahead):
     """With as many beams as there are keys the search is exhaustive: distinct, finite, sorted, each with its cursor."""
-    model = tiny_model(V)
+    model, trie = tiny_model(V), TokenTrie.build(keys)
     distinct = [list(key) for key in dict.fromkeys(map(tuple, keys))]
-    policy = Constrained(TokenTrie.build(keys), [END])
+    policy = LookAhead(trie, [END], question, SEP) if ahead else Constrained(trie, [END])
     found = beam_search(model, [3, 4], policy, 30, max_new_tokens=20, eos_ids=[END], length_penalty=0.0)
     finished = [row for row in found if row.stop == "eos"]
     scores = {}
@@ -132,8 +138,19 @@ def test_beams_are_the_best_keys_in_order(keys):
         scores[tuple(key)] = total
     assert sorted(map(tuple, (row.tokens for row in finished))) == sorted(scores)
     order = [scores[tuple(row.tokens)] for row in finished]
+    assert order == pytest.approx([row.score for row in finished])
     assert order == sorted(order, reverse=True)
     assert all(map(math.isfinite, order))
+    for row in finished:  # the state behind a token is that before it: its own path, whatever the other beams did
+        assert [state.node for state in row.states] == [trie.find(row.tokens[:i]) for i in range(len(row.tokens))]
+
+
+def test_several_eos_ids_keep_their_proportions():
+    policy = Constrained(TokenTrie.build([[2], [2, 3]]), [0, 7, 0])
+    log_pi = torch.arange(1.0, V + 1, dtype=torch.float64).log().log_softmax(0)
+    p = policy(log_pi, [2], policy.start([]))[0].exp()
+    assert p[[0, 3, 7]].tolist() == pytest.approx([1 / 13, 4 / 13, 8 / 13], abs=1e-12)
+    assert p.sum() == pytest.approx(1)
 
 
 def test_sampling_draws_the_renormalised_distribution():
@@ -178,6 +195,8 @@ def test_errors():
         policy(masked, [], policy.start([]))
     with pytest.raises(ValueError, match="vocabulary has 2: it was built with another tokenizer"):
         policy(torch.zeros(2), [], policy.start([]))
+    with pytest.raises(ValueError, match=r"keys without the eos ids \[3\], but one goes on with 3 after \[2\]"):
+        Constrained(trie, [3])(log_pi, [2], policy.start([]))
     with pytest.raises(ValueError, match="at least one eos id"):
         Constrained(trie, [])
     with pytest.raises(ValueError, match="begin with the prefix"):
