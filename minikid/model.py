@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from minikid import weights
 from minikid.config import Config, Rope
@@ -117,8 +118,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # [..., D] -> [..., D]
-        wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return self.weight * F.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype)
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
@@ -136,10 +136,12 @@ def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE in the rotate-half order: pair i is (x[i], x[i + C/2]), where the original paper has (x[2i], x[2i + 1])."""
-    # [B, heads, T, C], [B or 1, 1, T, C/2] x 2 -> [B, heads, T, C]
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    """RoPE in the rotate-half order: pair i is (x[i], x[i + C/2]), where the original paper has (x[2i], x[2i + 1]).
+
+    The halves of `cos` are equal, those of `sin` are (-sin, sin).
+    """
+    # [B, heads, T, C], [B or 1, 1, T, C] x 2 -> [B, heads, T, C]
+    return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
 
 
 class Attention(nn.Module):
@@ -260,7 +262,8 @@ class GPT(nn.Module):
         else:
             frequency = rope_frequencies(self.config.rope, self.config.head_dim).to(self.device)
             angles = position[:, None, :, None].float() * frequency  # [1 or B, 1, T, C/2]
-            rotation = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+            cos, sin = torch.cat([angles, angles], dim=-1).cos(), torch.cat([-angles, angles], dim=-1).sin()
+            rotation = cos.to(self.dtype), sin.to(self.dtype)
         mask = _causal_mask(slots, start)
         for layer, block in enumerate(self.blocks):
             x = block(x, layer, cache, rotation, mask)
@@ -294,10 +297,17 @@ def load(
     return (pack(model) if torch.device(device).type == "cpu" else model).eval().requires_grad_(False), tokenizer
 
 
+class _NoInit(TorchFunctionMode):
+    """Leaves new embeddings as they are: `normal_` on the device "meta" imports torch's compiler, a second's work."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return None if func is nn.init.normal_ else func(*args, **(kwargs or {}))
+
+
 def load_weights(folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> GPT:
     """The model of an HF-layout folder in plain `nn.Linear` layers, trainable."""
     config = Config.from_folder(folder)
-    with torch.device("meta"):
+    with torch.device("meta"), _NoInit():
         model = GPT(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for name, tensor in read_parameters(folder, config, shapes, dtype):
