@@ -1,5 +1,6 @@
 """Constrained and look-ahead decoding against direct, slow definitions on random tries."""
 
+import itertools
 import math
 from collections import Counter
 
@@ -15,13 +16,18 @@ from minikid.trie import TokenTrie
 
 V, END, SEP = 9, 0, 1
 TOKEN = st.integers(2, V - 1)
-FIELD = st.lists(st.integers(2, 4), max_size=5)  # of few tokens, so that keys fork and gains of 2 and more are common
-KEYS = st.lists(
-    st.lists(FIELD, min_size=2, max_size=3).map(
-        lambda fields: [2, *[token for i, field in enumerate(fields) for token in ([SEP] if i else []) + field]]
-    ),
-    min_size=1,
-    max_size=8,
+FIELD = st.lists(st.integers(2, 4), max_size=4)  # of few tokens, so that keys fork and gains of 2 and more are common
+
+
+def join(fields):
+    return [2, *(token for i, field in enumerate(fields) for token in ([SEP] if i else []) + field)]
+
+
+KEYS = st.lists(st.lists(FIELD, min_size=2, max_size=3).map(join), min_size=1, max_size=8)
+FORKED = st.builds(  # some fields, of which all combinations are keys: forks at every place
+    lambda *fields: [join(key) for key in itertools.product(*fields)],
+    st.lists(FIELD, min_size=1, max_size=2),
+    *[st.lists(FIELD, min_size=1, max_size=6)] * 2,
 )
 LOGITS = st.lists(st.floats(-5, 5), min_size=V, max_size=V)
 
@@ -75,12 +81,24 @@ def test_bit_rows_are_lcs_lengths(sequence, question):
         row = coverage.extend(row, sequence[end]) if end < len(sequence) else row
 
 
-@given(KEYS, st.lists(st.integers(2, 5), max_size=8), LOGITS, st.booleans(), st.sampled_from([1, 2]), st.data())
-@settings(deadline=None, max_examples=150)
-def test_look_ahead_equals_the_direct_definition(keys, question, logits, whole, field, data):
+def look_ahead_cases():
+    """Keys and a prefix of one, most often one where the keys fork in the field that is looked ahead in."""
+
+    def prefixes(keys, field):
+        every = sorted({tuple(key[:end]) for key in keys for end in range(len(key) + 1)})
+        forks = [p for p in every if p.count(SEP) == field and len(allowed(keys, list(p))) > 1]
+        return st.one_of(st.sampled_from(forks or every), st.sampled_from(forks or every), st.sampled_from(every))
+
+    return st.tuples(KEYS | FORKED, st.sampled_from([1, 2])).flatmap(
+        lambda case: st.tuples(st.just(case[0]), st.just(case[1]), prefixes(*case).map(list))
+    )
+
+
+@given(look_ahead_cases(), st.lists(st.integers(2, 5), max_size=8), LOGITS, st.booleans())
+@settings(deadline=None, max_examples=300)
+def test_look_ahead_equals_the_direct_definition(case, question, logits, whole):
     """Every completion enumerated, every LCS from the beginning."""
-    key = data.draw(st.sampled_from(keys))
-    prefix = key[: data.draw(st.integers(0, len(key)))]
+    keys, field, prefix = case
     policy = LookAhead(TokenTrie.build(keys), [END], question, SEP, field=field, whole=whole)
     log_pi = torch.tensor(logits, dtype=torch.float64).log_softmax(0)
     log_p, _ = policy(log_pi, prefix, policy.start([5]))
