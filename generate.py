@@ -26,7 +26,6 @@ from minikid.decode import (
 from minikid.model import GPT, Tokenizer, load
 from minikid.passages import Passage
 from minikid.retrieve import BM25
-from minikid.trie import TokenTrie
 
 PROMPT = "Does marijuana impair driving ability?"
 DECODERS = ("greedy", "sample", "beam", "kid", "little-kid", "trie")
@@ -65,7 +64,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     trie.add_argument("--no-lookahead", action="store_true", help="the prefix tree alone")
     trie.add_argument(
-        "--trie", type=Path, metavar="DIR", help="keep the built trie there; open it if it is there already"
+        "--trie",
+        type=Path,
+        metavar="DIR",
+        help="keep the built trie there; if there is one, open it and leave --knowledge unread (same tokenizer only)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object per generation on standard output")
     args = parser.parse_args(argv)
@@ -89,7 +91,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
                 )
     if min(args.num_samples, args.beams) < 1:
         parser.error("--num-samples and --beams: expected 1 or more")
-    if args.decoder == "beam" and args.num_samples > args.beams:
+    if args.decoder in ("beam", "trie") and args.num_samples > args.beams:
         parser.error(f"--num-samples {args.num_samples}: {args.beams} beams end in no more texts; raise --beams")
     return args
 
@@ -204,19 +206,14 @@ def run_trie(args: argparse.Namespace) -> None:
     model, tokenizer = load(args.model, args.device, options.DTYPES[args.dtype])
     separator = options.separator_of(tokenizer)
     began = time.perf_counter()
-    if args.trie and args.trie.exists():
-        trie = TokenTrie.open(args.trie)
-    else:
-        facts = (fact for file in args.knowledge or [] for fact in kgclue.read_facts(file))
-        trie = kgclue.build_trie(facts, tokenizer.encode, separator)
-        if args.trie:
-            trie.save(args.trie)
-    note(f"{len(trie)} keys, {time.perf_counter() - began:.1f} s")
+    trie, origin = options.open_or_build_trie(args.trie, args.knowledge, tokenizer, separator)
+    note(f"{len(trie)} keys from {origin}, {time.perf_counter() - began:.1f} s")
     question = tokenizer.encode(args.question)
     ends = tokenizer.eos_ids
     policy = Constrained(trie, ends) if args.no_lookahead else LookAhead(trie, ends, question, separator)
     prompt = tokenizer.prompt(args.question, tokenizer.template is not None if args.chat is None else args.chat)
-    rows = beam_search(model, prompt, policy, args.beams, max_new_tokens=args.max_new_tokens)
+    # a key's probability is the product of its tokens'; a mean would favour keys of many forced tokens
+    rows = beam_search(model, prompt, policy, args.beams, max_new_tokens=args.max_new_tokens, length_penalty=0.0)
     rows = [row for row in rows if row.stop == "eos"][: args.num_samples]
     if not rows:
         raise ValueError(f"no key ended within {args.max_new_tokens} tokens; raise --max-new-tokens")

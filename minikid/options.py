@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
-from minikid import weights
+from minikid import store, weights
 from minikid.decode import KID, Sampler, Update
+from minikid.kgclue import build_trie as build_keys
 from minikid.kgclue import join_subject, read_facts
 from minikid.knowledge import KnowledgeTrie
 from minikid.passages import Passage, holds_triples, read_passages
 from minikid.tokenizer import Tokenizer
+from minikid.trie import TokenTrie
 from minikid.triples import Triple
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -165,16 +167,31 @@ def make_kid(args: argparse.Namespace, knowledge: KnowledgeTrie, tokenizer: Toke
 
 
 def separator_of(tokenizer: Tokenizer) -> int:
-    """The token between the fields of a trie's keys: [SEP], or the first control token that ends nothing; no text has
-    it.
+    """The token between the fields of a trie's keys: [SEP], or else the first control token that is not eos.
 
-    ValueError for a tokenizer without one.
+    No text is encoded to either. ValueError for a tokenizer without one.
     """
     special = [token for _, token in sorted(tokenizer.special.items(), key=lambda item: (item[0] != "[SEP]", item[1]))]
     free = [token for token in special if token not in tokenizer.eos_ids]
     if not free:
         raise ValueError("this tokenizer has no control token beside eos that could separate the fields of a key")
     return free[0]
+
+
+def open_or_build_trie(
+    folder: Path | None, files: Sequence[str] | None, tokenizer: Tokenizer, separator: int
+) -> tuple[TokenTrie, str]:
+    """The trie kept in `folder`, or else one built of the triples in `files` and kept there; and where it comes from.
+
+    ValueError where there is neither, and for a file or folder that is damaged.
+    """
+    if folder and (not files or (folder / store.HEADER).exists()):
+        return TokenTrie.open(folder), f"{folder}" + (", --knowledge unread" if files else "")
+    facts = (fact for file in files or [] for fact in read_facts(file))
+    trie = build_keys(facts, tokenizer.encode, separator)
+    if folder:
+        trie.save(folder)
+    return trie, ", ".join(files or [])
 
 
 def builtin_knowledge() -> Path:

@@ -2,12 +2,16 @@
 
 import io
 import json
+import math
 import sys
 
 import pytest
-from tiny import TEMPLATE, write_folder
+import tokenizers
+from tiny import SPECIAL, TEMPLATE, byte_tokenizer, write_folder
 
 import generate
+from minikid.options import separator_of
+from minikid.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +112,10 @@ def test_trie_answers_with_keys_and_all_their_values(run, tmp_path):
     kb, folder = tmp_path / "kb.tsv", tmp_path / "trie"
     kb.write_text(FACTS + "car\twheels\t4\n", encoding="utf-8")
     arguments = ["--decoder", "trie", "--prompt", "Which river is in Mongolia?", "--max-new-tokens", "60"]
-    code, out, _ = run(*arguments, "--knowledge", str(kb), "--trie", str(folder), "--num-samples", "3")
+    folder.mkdir()
+    code, out, err = run(*arguments, "--knowledge", str(kb), "--trie", str(folder), "--num-samples", "3")
     assert code == 0
+    assert f"3 keys from {kb}" in err
     assert sorted(out.splitlines()) == [
         "Mongolia（country） ||| capital ||| Ulaanbaatar",
         "Mongolia（country） ||| river ||| Orkhon",
@@ -117,9 +123,49 @@ def test_trie_answers_with_keys_and_all_their_values(run, tmp_path):
         "car ||| wheels ||| 4",
     ]
     assert run(*arguments, "--trie", str(folder), "--num-samples", "3")[1] == out
-    record = json.loads(run(*arguments, "--trie", str(folder), "--json", "--no-lookahead")[1])
-    assert record["subject"] in ("Mongolia", "car")
-    assert record["values"]
+    kb.write_text("other\tcontents\t1\n")
+    code, again, err = run(*arguments, "--trie", str(folder), "--num-samples", "3", "--knowledge", str(kb))
+    assert (code, again) == (0, out)
+    assert f"3 keys from {folder}, --knowledge unread" in err
+    for flags in ([], ["--no-lookahead"]):
+        lines = run(*arguments, "--trie", str(folder), "--json", "--num-samples", "3", *flags)[1].splitlines()
+        records = [json.loads(line) for line in lines]
+        scores = [record["score"] for record in records]
+        assert scores == sorted(scores, reverse=True)
+        # the probabilities of all keys: no mass is lost, and a score is the whole key's
+        assert sum(map(math.exp, scores)) == pytest.approx(1, abs=1e-4)
+        keys = {(r["subject"], r["predicate"], r["meaning"]): r["values"] for r in records}
+        assert keys == {
+            ("Mongolia", "capital", "country"): ["Ulaanbaatar"],
+            ("Mongolia", "river", "country"): ["Tuul", "Orkhon"],
+            ("car", "wheels", ""): ["4"],
+        }
+    assert len(run(*arguments, "--trie", str(folder), "--json", "--beams", "1")[1].splitlines()) == 1
+
+
+def test_look_ahead_raises_the_predicate_that_the_question_names(run, tmp_path):
+    """The two runs differ in the look-ahead alone; the two predicates share no token."""
+    (tmp_path / "kb.tsv").write_text("car\tkkkk\t1\ncar\tjjjj\t2\n")
+    arguments = ["--decoder", "trie", "--knowledge", str(tmp_path / "kb.tsv"), "--json", "--num-samples", "2"]
+    for named in ("kkkk", "jjjj"):
+        scores = []
+        for flags in ([], ["--no-lookahead"]):
+            out = run(*arguments, "--prompt", named, *flags)[1]
+            scores.append({r["predicate"]: r["score"] for r in map(json.loads, out.splitlines())})
+        assert scores[0][named] > scores[1][named]
+
+
+def test_the_separator_is_a_token_that_no_text_has():
+    def tokenizer(special, eos_ids=()):
+        library = tokenizers.Tokenizer(tokenizers.models.BPE())
+        library.add_special_tokens(special)
+        return Tokenizer(library, eos_ids)
+
+    assert separator_of(tokenizer(["<s>", "[SEP]"])) == 1
+    assert separator_of(tokenizer(["</s>", "<s>", "<pad>"], eos_ids=[0])) == 1
+    assert separator_of(byte_tokenizer()) not in byte_tokenizer().encode("".join(SPECIAL))
+    with pytest.raises(ValueError, match="no control token beside eos"):
+        separator_of(tokenizer(["</s>"], eos_ids=[0]))
 
 
 def test_trie_errors(run, tmp_path):
@@ -138,6 +184,13 @@ def test_trie_errors(run, tmp_path):
     code, _, err = run("--decoder", "trie", "--knowledge", str(tmp_path / "kb.tsv"), "--max-new-tokens", "2")
     assert code == 1
     assert "no key ended within 2 tokens" in err
+    code, out, err = run("--decoder", "trie", "--trie", str(tmp_path / "none"))
+    assert (code, out) == (1, "")
+    assert "expected a folder with trie.json" in err
+    (tmp_path / "kb.tsv").write_text("")
+    code, _, err = run("--decoder", "trie", "--knowledge", str(tmp_path / "kb.tsv"))
+    assert code == 1
+    assert "got 0" in err
 
 
 @pytest.mark.parametrize(
@@ -152,6 +205,7 @@ def test_trie_errors(run, tmp_path):
         (["--max-new-tokens", "-3"], "expected 0 or more, got -3"),
         (["--num-samples", "0"], "expected 1 or more"),
         (["--decoder", "beam", "--num-samples", "9"], "5 beams end in no more texts"),
+        (["--decoder", "trie", "--trie", "x", "--num-samples", "9"], "5 beams end in no more texts"),
         (["--optimiser", "cache"], "no closed form to solve beta for"),
     ],
 )
