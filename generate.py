@@ -16,7 +16,6 @@ from minikid.decode import (
     Constrained,
     Generation,
     LittleKID,
-    LookAhead,
     Vanilla,
     beam_search,
     generate_batch,
@@ -208,9 +207,10 @@ def run_trie(args: argparse.Namespace) -> None:
     began = time.perf_counter()
     trie, origin = options.open_or_build_trie(args.trie, args.knowledge, tokenizer, separator)
     note(f"{len(trie)} keys from {origin}, {time.perf_counter() - began:.1f} s")
-    question = tokenizer.encode(args.question)
-    ends = tokenizer.eos_ids
-    policy = Constrained(trie, ends) if args.no_lookahead else LookAhead(trie, ends, question, separator)
+    if args.no_lookahead:
+        policy = Constrained(trie, tokenizer.eos_ids)
+    else:
+        policy = options.make_look_ahead(trie, tokenizer, args.question, separator)
     prompt = tokenizer.prompt(args.question, tokenizer.template is not None if args.chat is None else args.chat)
     # a key's probability is the product of its tokens'; a mean would favour keys of many forced tokens
     rows = beam_search(model, prompt, policy, args.beams, max_new_tokens=args.max_new_tokens, length_penalty=0.0)

@@ -12,7 +12,7 @@ the gain of a token being the largest of the completions that it begins. LCS row
 extends by one token in a few operations on whole integers, and is shared by all completions through its node.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -45,13 +45,17 @@ def _lcs(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 class Coverage:
-    """LCS lengths against one question, as bit-vectors: bit j of a row is 0 where the length grows at Q[j]."""
+    """LCS lengths against one question, as bit-vectors: bit j of a row is 0 where the length grows at Q[j].
 
-    def __init__(self, question: Sequence[int]):
+    Where `alike` has a token of the question, Q[j] is met by that other one as well.
+    """
+
+    def __init__(self, question: Sequence[int], alike: Mapping[int, int] | None = None):
         self.start = (1 << len(question)) - 1  # the row of the empty sequence
         self._places: dict[int, int] = {}
         for j, token in enumerate(question):
-            self._places[token] = self._places.get(token, 0) | 1 << j
+            for match in {token, (alike or {}).get(token, token)}:
+                self._places[match] = self._places.get(match, 0) | 1 << j
 
     def extend(self, row: int, token: int) -> int:
         """The row of a sequence with one token more."""
@@ -131,6 +135,8 @@ class LookAhead(Constrained):
 
     A key's end, and the separator, bring no gain: P is complete there. `field` is P's place in the keys: 1 in (S, P,
     M), 2 in (S, M, P). `whole` measures LCS over all fields so far instead of P alone, as the released program does.
+    `alike` is that of `Coverage`: for tokenizers that write a word at the front of a field by another token than within
+    the question, where the article's, of Chinese characters, has one for both.
     """
 
     def __init__(
@@ -142,9 +148,10 @@ class LookAhead(Constrained):
         *,
         field: int = 1,
         whole: bool = False,
+        alike: Mapping[int, int] | None = None,
     ):
         super().__init__(trie, end_ids)
-        self.coverage, self.separator, self.field, self.whole = Coverage(question), separator, field, whole
+        self.coverage, self.separator, self.field, self.whole = Coverage(question, alike), separator, field, whole
 
     def start(self, prompt: Sequence[int]) -> Cursor:
         return Cursor(self.trie.root, row=self.coverage.start)

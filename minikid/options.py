@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from minikid import store, weights
-from minikid.decode import KID, Sampler, Update
+from minikid.decode import KID, LookAhead, Sampler, Update
 from minikid.kgclue import build_trie as build_keys
 from minikid.kgclue import join_subject, read_facts
 from minikid.knowledge import KnowledgeTrie
@@ -176,6 +176,14 @@ def separator_of(tokenizer: Tokenizer) -> int:
     if not free:
         raise ValueError("this tokenizer has no control token beside eos that could separate the fields of a key")
     return free[0]
+
+
+def make_look_ahead(trie: TokenTrie, tokenizer: Tokenizer, question: str, separator: int) -> LookAhead:
+    """Look-ahead for a question; " river" in it is met by "river", as which a predicate begins."""
+    tokens = tokenizer.encode(question)
+    bare = {token: tokenizer.encode(tokenizer.decode([token]).lstrip(" ")) for token in tokens}
+    alike = {token: ids[0] for token, ids in bare.items() if len(ids) == 1}
+    return LookAhead(trie, tokenizer.eos_ids, tokens, separator, alike=alike)
 
 
 def open_or_build_trie(

@@ -147,10 +147,14 @@ def test_look_ahead_raises_the_predicate_that_the_question_names(run, tmp_path):
     """The two runs differ in the look-ahead alone; the two predicates share no token."""
     (tmp_path / "kb.tsv").write_text("car\tkkkk\t1\ncar\tjjjj\t2\n")
     arguments = ["--decoder", "trie", "--knowledge", str(tmp_path / "kb.tsv"), "--json", "--num-samples", "2"]
-    for named in ("kkkk", "jjjj"):
+    for named, question in (
+        ("kkkk", "kkkk"),
+        ("jjjj", "jjjj"),
+        ("kkkk", "what kkkk?"),
+    ):  # also where the word has its space in front
         scores = []
         for flags in ([], ["--no-lookahead"]):
-            out = run(*arguments, "--prompt", named, *flags)[1]
+            out = run(*arguments, "--prompt", question, *flags)[1]
             scores.append({r["predicate"]: r["score"] for r in map(json.loads, out.splitlines())})
         assert scores[0][named] > scores[1][named]
 

@@ -94,6 +94,18 @@ def look_ahead_cases():
     )
 
 
+@given(st.lists(TOKEN, max_size=7), st.lists(TOKEN, max_size=7))
+@settings(deadline=None)
+def test_tokens_alike_count_as_one(sequence, question):
+    """4 in the question is met by 4 and by 5: as if both were one token, where no other 5 is in the question."""
+    question = [4 if token == 5 else token for token in question]
+    coverage = Coverage(question, {4: 5, 8: 8})
+    row = coverage.start
+    for token in sequence:
+        row = coverage.extend(row, token)
+    assert coverage.length(row) == lcs([4 if token == 5 else token for token in sequence], question)
+
+
 @given(look_ahead_cases(), st.lists(st.integers(2, 5), max_size=8), LOGITS, st.booleans())
 @settings(deadline=None, max_examples=300)
 def test_look_ahead_equals_the_direct_definition(case, question, logits, whole):
