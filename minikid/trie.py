@@ -276,17 +276,20 @@ class TokenTrie:
         distinct, back = nodes.unique(return_inverse=True)  # beams often share a cursor, at first all do
         shared = len(distinct) < len(nodes)
         nodes = distinct if shared else nodes
-        mask = torch.zeros(len(nodes), size + 1, dtype=torch.bool, device=nodes.device)  # by code
-        begin = torch.arange(len(nodes), device=nodes.device) * (size + 1)  # of each cursor's row in the flat mask
-        mask.view(-1).index_fill_(0, begin + codes[nodes + 1].long(), True)
+        first, begin, count = codes[nodes + 1].long(), [0] * len(nodes), [0] * len(nodes)
         if len(forks):
             fork = torch.searchsorted(forks, nodes.to(forks.dtype)).clamp(max=len(forks) - 1)
-            count = (rows[fork + 1] - rows[fork]).long() * (forks[fork] == nodes)
-            further = [branches[lo : lo + n] for lo, n in zip(rows[fork].tolist(), count.tolist(), strict=True)]
-            if further:
-                flat = torch.cat(further).long().add_(torch.repeat_interleave(begin, count))  # [M]
-                mask.view(-1).index_fill_(0, flat, True)
-        return mask[back, 1:] if shared else mask[:, 1:]
+            begin = rows[fork].tolist()
+            count = ((rows[fork + 1] - rows[fork]).long() * (forks[fork] == nodes)).tolist()
+        spans = [slice(lo, lo + n) for lo, n in zip(begin, count, strict=True)]  # of the further children
+        if nodes.device.type != "cpu":
+            return _scatter(first, branches, spans, size)[back if shared else slice(None), 1:]
+        # by numpy, on one thread: on a busy machine torch's threads wait for each other longer than this takes
+        mask = np.zeros((len(nodes), size + 1), dtype=bool)  # by code
+        mask[np.arange(len(nodes)), first.numpy()] = True
+        for row, span in zip(mask, spans, strict=True):
+            row[self._arrays["branches"][span]] = True
+        return torch.from_numpy(mask[back.numpy()] if shared else mask)[:, 1:]
 
     def ends_all(self, nodes: torch.Tensor) -> torch.Tensor:
         """For each cursor whether a key ends there, on the device of `nodes` (int64 [B])."""
@@ -310,6 +313,19 @@ class TokenTrie:
         ValueError if the folder holds no trie, one of another version, or files that are not as the header says.
         """
         return cls(*open_arrays(folder))
+
+
+def _scatter(first: torch.Tensor, branches: torch.Tensor, spans: Sequence[slice], size: int) -> torch.Tensor:
+    """Masks by code, from the first child's code of each cursor and the spans of its further ones in `branches`."""
+    # [B] -> [B, V + 1]
+    import torch
+
+    mask = torch.zeros(len(first), size + 1, dtype=torch.bool, device=first.device)
+    mask.scatter_(1, first[:, None], True)
+    further = torch.cat([branches[:0], *(branches[span] for span in spans)]).long()  # [M]
+    cursor = torch.arange(len(first)).repeat_interleave(torch.tensor([s.stop - s.start for s in spans]).long())
+    mask[cursor.to(first.device), further] = True
+    return mask
 
 
 class DictTrie:

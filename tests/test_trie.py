@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from minikid.flatten import nearest_smaller
 from minikid.store import HEADER
-from minikid.trie import DictTrie, TokenTrie
+from minikid.trie import DictTrie, TokenTrie, _scatter
 
 TEXTS = st.sampled_from(["", "a", "ab", "b", "長城", "é", "\n", "🦉"])
 
@@ -103,6 +103,9 @@ def test_batches_equal_single_nodes(case, extra, data):
     for row, node in zip(mask, nodes, strict=True):
         assert row.nonzero().flatten().tolist() == trie.children(node).tolist()
     assert trie.ends_all(torch.tensor(nodes, dtype=torch.int64)).tolist() == [trie.ends(node) for node in nodes]
+    first, spans = torch.tensor([trie._next(node) for node in nodes]).long(), [slice(*trie._further(n)) for n in nodes]
+    again = _scatter(first, torch.from_numpy(trie._arrays["branches"]), spans, size)  # as on accelerators
+    assert torch.equal(again[:, 1:], mask)
 
 
 def test_masks_take_the_trie_s_vocabulary_and_refuse_less():
