@@ -102,10 +102,12 @@ def beam_search_batch(
     finished: list[list[Generation]] = [[] for _ in prompts]
     work = [Generation() for _ in prompts]  # counts what each search forwards
     cache, logits = read_prompts(model, prompts, work)
+    since = cache.length  # before it all rows of a prompt are equal
     for length in range(1, max_new_tokens + 1):
         log_pi = iter(log_probabilities(logits))
         parents: list[int] = []  # the row that each new row continues
         first = 0  # row of the prompt's first hypothesis
+        sizes = [len(rows) for rows in running]
         for g, rows in enumerate(running):
             if not rows:
                 continue
@@ -130,8 +132,10 @@ def beam_search_batch(
             running[g] = [h for _, h in going]
         if not parents:
             break
-        if parents != list(range(first)):
+        if [len(rows) for rows in running] != sizes:
             cache = cache.select(parents)
+        elif parents != list(range(first)):
+            cache.reorder(parents, since)
         last = torch.tensor([[h.tokens[-1]] for rows in running for h in rows], device=model.device)
         logits = model(last, cache)[:, -1]
         for counter, rows in zip(work, running, strict=True):

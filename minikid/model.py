@@ -79,6 +79,13 @@ class Cache:
         """A new cache of the given rows, in that order: surviving beams, unfinished samples, copies."""
         return self._map(lambda buffer: buffer[rows], None if self.start is None else self.start[rows])
 
+    def reorder(self, rows: Sequence[int], since: int) -> None:
+        """Row b goes on as row `rows[b]`, in place: `select` for as many rows, where b and `rows[b]` hold the same
+        before the slot `since`. Beams copy what they generated, and leave the prompt, which they share, where it is.
+        """
+        for buffer in (*self.keys, *self.values):
+            buffer[:, :, since : self.length] = buffer[rows, :, since : self.length]
+
     def expand(self, batch: int) -> "Cache":
         """A new cache in which the one row stands `batch` times: N samples that share a prompt read it once."""
         if self.batch != 1:

@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from minikid.config import Config
 from minikid.decode import KID, Update, Vanilla, beam_search, beam_search_batch, generate, greedy
 from minikid.knowledge import KnowledgeTrie
-from minikid.model import GPT, load_weights
+from minikid.model import GPT, Cache, load_weights
 from minikid.tokenizer import Tokenizer
 
 PENALTIES = (-2.0, -0.5, 0.0, 0.3, 1.0, 2.5)
@@ -451,3 +451,25 @@ def test_kid_in_a_beam(letters):
             assert g.log_probs[i] == pytest.approx(float(log_p[token]), abs=1e-6)
             assert g.states[i].memory == state.memory
             assert g.states[i].demonstrations == state.demonstrations
+
+
+def test_reorder_is_select_of_rows_that_share_a_prompt():
+    """Two prompts of two beams each, ragged: the logits behind both caches are the same."""
+    model = tiny()
+    caches = []
+    for prompt in ([1, 2, 3, 4], [3, 0]):
+        caches.append(model.new_cache())
+        with torch.no_grad():
+            model(torch.tensor([prompt]), caches[-1])
+    cache = Cache.stack(caches).select([0, 0, 1, 1])
+    since = cache.length
+    with torch.no_grad():
+        for tokens in ([0, 1, 2, 3], [3, 3, 4, 1]):
+            model(torch.tensor(tokens)[:, None], cache)
+        rows = [1, 1, 3, 2]
+        selected, before = cache.select(rows), cache.select([0, 1, 2, 3])
+        cache.reorder(rows, since)
+        step = torch.tensor([2, 1, 0, 4])[:, None]
+        expected = model(step, selected)
+        assert torch.equal(model(step, cache), expected)
+        assert not torch.allclose(model(step, before), expected)
