@@ -368,17 +368,19 @@ def test_dead_ends_are_left_out():
     assert [[g.tokens for g in group] for group in groups] == [[], [[]]]
 
 
-@pytest.mark.parametrize(("penalty", "forwarded"), [(-1.0, 1), (0.0, 1), (1.0, 2)])
-def test_early_stop_by_sign_of_the_penalty(penalty, forwarded):
-    """Two end at once, of probability 0.5 and 0.3; the third, 0.2, could reach log 0.2 / 2 > log 0.3 where length helps
-    and then does: its next token is certain.
+@pytest.mark.parametrize(
+    ("penalty", "steps", "forwarded", "second"),
+    [(-1.0, 4, 1, []), (0.0, 4, 1, []), (1.0, 3, 1, []), (1.0, 4, 4, [2, 2, 2, 2])],
+)
+def test_early_stop_by_sign_of_the_penalty(penalty, steps, forwarded, second):
+    """Two end at once, of probability 0.5 and 0.45. The third, of 0.05 and certain from then on, can only beat log 0.45
+    where length helps and there are four tokens to go: log 0.05 / 4 > log 0.45 > log 0.05 / 3.
     """
-    policy = Fixed([0.5, 0.3, 0.2], [0.0, 1.0, 0.0])
-    options = {"eos_ids": [0, 1], "max_new_tokens": 2, "length_penalty": penalty}
+    policy = Fixed([0.5, 0.45, 0.05], *[[0, 0, 1.0]] * 3)
+    options = {"eos_ids": [0, 1], "max_new_tokens": steps, "length_penalty": penalty}
     found = beam_search(tiny(3), [0], policy, 2, **options)
+    assert [g.tokens for g in found] == [[], second]
     assert found[0].forwarded == forwarded
-    best = {-1.0: [[], []], 0.0: [[], []], 1.0: [[], [2]]}[penalty]
-    assert [g.tokens for g in found] == best
 
 
 def test_ties_are_broken_by_the_order_of_parents_and_ids():
