@@ -78,9 +78,10 @@ def beam_search_batch(
     length_penalty: float = 1.0,
     eos_ids: Sequence[int] | None = None,
 ) -> list[list[Generation]]:
-    """At most `beams` finished hypotheses per prompt, all different, best first; one policy a prompt.
+    """At most `beams` finished hypotheses per prompt, best first; one policy a prompt.
 
-    Fewer than `beams` where the policy leaves fewer sequences, none where it leaves none. The prompts, of any lengths,
+    All differ, if only in the eos token, which `tokens` leave out. There are fewer than `beams` where the policy leaves
+    fewer sequences, and none where it leaves none. The prompts, of any lengths,
     are searched side by side and apart: each as it is alone, up to rounding. A step forwards one token per running
     hypothesis. `eos_ids` default to the model's; an empty list never stops early. In each list the first generation's
     `forwarded` is that of the whole search. ValueError, before any token, for an empty prompt or one that leaves no
