@@ -175,6 +175,7 @@ def generate_batch(
         if len(going) < len(running):
             cache, running = cache.select(going), [running[i] for i in going]
         last = torch.tensor([[rows[row].tokens[-1]] for row in running], device=model.device)
-        logits = model(last, cache)[:, -1]
+        with torch.inference_mode():  # without the books that no_grad keeps on views: 4% of a step
+            logits = model(last, cache)[:, -1]
         for row in running:
             rows[row].forwarded += 1

@@ -7,7 +7,7 @@ bfloat16 product of more than a few rows is far slower than a float32 one on pro
 one layer for each dtype:
 
     float32    the output columns in two blocks, [2, in, out/2]: a batch of two products, one for each core
-    bfloat16   rows as they are, [out, in]: matrix-vector products for a few rows, float32 products for many (prefill)
+    bfloat16   rows as they are, [out, in]: bfloat16 products for a few rows, float32 products for many (prefill)
 
 Both keep activations in float32.
 """
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 BLOCKS = 2
-FEW_ROWS = 8  # up to here, one bfloat16 matrix-vector product a row beats widening the whole matrix to float32
+FEW_ROWS = 8  # up to here, bfloat16 products beat widening the whole matrix to float32
 
 
 class BlockedLinear(nn.Module):
@@ -51,12 +51,10 @@ class NarrowLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # [..., in] -> [..., out]
-        rows = x.reshape(-1, x.shape[-1])
-        if len(rows) <= FEW_ROWS:
-            y = torch.stack([torch.mv(self.weight, row) for row in rows.bfloat16()]).float()
+        if x.numel() <= FEW_ROWS * x.shape[-1]:
+            y = F.linear(x.bfloat16(), self.weight).float()
         else:
-            y = F.linear(rows, self.weight.float())
-        y = y.view(*x.shape[:-1], -1)
+            y = F.linear(x, self.weight.float())
         return y if self.bias is None else y + self.bias
 
 
