@@ -123,8 +123,8 @@ class Hybrid:
     """A dense and a lexical retriever, fused by rank; each is asked for `depth` hits, or for k if that is more.
 
     A departure from Cormack's c = 60 and equal weights: these defaults were chosen on the same Natural Questions
-    as they are measured on, where plain fusion falls behind dense search alone. The dense retriever's first hit stays first unless
-    BM25 ranks its second or third far higher, and BM25's first hit is always among the first five.
+    as they are measured on, where plain fusion falls behind dense search alone. The dense retriever's first hit stays
+    first unless BM25 ranks its second or third far higher, and BM25's first hit is always among the first five.
     """
 
     def __init__(
