@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 Reward = Literal["sum-log", "log-sum"]
+ADAM_DECAY, ADAM_EPSILON = (0.9, 0.999), 1e-8  # Adam's usual constants
 BETA_RANGE = (1e-3, 1e3)  # an adaptive beta is kept within, so that no run of steps can make it vanish or explode
 
 
@@ -38,8 +39,9 @@ def objective(log_p: Tensor, log_pi: Tensor, counts: Tensor, beta: float, reward
     """J of the reading, differentiable in log_p; demonstrations outside pi's support do not count."""
     # [V], [V], [V] -> scalar
     support = log_pi > -torch.inf
-    log_p, log_pi, counts = log_p[support], log_pi[support], counts[support]
-    demonstrated = counts > 0
+    if not support.all():
+        log_p, log_pi, counts = log_p[support], log_pi[support], counts[support]
+    demonstrated = (counts > 0).nonzero().squeeze(1)
     if _reading(reward) == "sum-log":
         gain = (counts[demonstrated] * log_p[demonstrated]).sum()
         return gain - beta * (log_pi.exp() * (log_pi - log_p)).sum()
@@ -73,22 +75,25 @@ def adam_policy(log_pi: Tensor, counts: Tensor, beta: float, reward: Reward, ste
     # [V], [V] -> [V]
     if _Split.of(log_pi, counts) is None:
         return log_pi
-    support = (log_pi > -torch.inf).nonzero().squeeze(1)
+    support = log_pi > -torch.inf
     inside, counts = log_pi.detach()[support], counts[support]
-    theta = inside.clone().requires_grad_(True)
-    optimiser = torch.optim.Adam([theta], lr=lr, maximize=True)
+    # Adam is written out: torch.optim would import torch's compiler, a second's work
+    theta, mean, square = inside, torch.zeros_like(inside), torch.zeros_like(inside)  # moments of the gradient
     best, best_log_p = -math.inf, inside
     for step in range(steps + 1):
+        theta = theta.detach().requires_grad_(step < steps)
         with torch.set_grad_enabled(step < steps):
             log_p = theta.log_softmax(0)
             J = objective(log_p, inside, counts, beta, reward)
         if J.item() > best:
             best, best_log_p = J.item(), log_p.detach()
         if step < steps:
-            optimiser.zero_grad()
-            J.backward()
-            optimiser.step()
-    return torch.full_like(log_pi, -torch.inf).index_copy(0, support, best_log_p)
+            (gradient,) = torch.autograd.grad(J, theta)
+            mean = ADAM_DECAY[0] * mean + (1 - ADAM_DECAY[0]) * gradient
+            square = ADAM_DECAY[1] * square + (1 - ADAM_DECAY[1]) * gradient**2
+            unbiased = [m / (1 - decay ** (step + 1)) for m, decay in zip((mean, square), ADAM_DECAY, strict=True)]
+            theta = theta.detach() + lr * unbiased[0] / (unbiased[1].sqrt() + ADAM_EPSILON)
+    return torch.full_like(log_pi, -torch.inf).masked_scatter(support, best_log_p)
 
 
 def adapt_beta(beta: float, kl: float, sigma: float) -> float:

@@ -37,6 +37,28 @@ def test_adam_with_many_steps_reaches_the_exact_policy(reward, step, beta):
 
 
 @pytest.mark.parametrize("reward", READINGS)
+@given(step=steps(), beta=BETAS, number=st.integers(1, 8), lr=st.floats(1e-3, 0.5))
+@settings(deadline=None, max_examples=30)
+def test_the_steps_are_adams(reward, step, beta, number, lr):
+    """The best of torch.optim's iterates."""
+    log_pi, counts = step
+    theta = log_pi.clone().requires_grad_(True)
+    optimiser = torch.optim.Adam([theta], lr=lr, maximize=True)
+    iterates = []
+    for _ in range(number + 1):
+        log_p = theta.log_softmax(0)
+        J = objective(log_p, log_pi, counts, beta, reward)
+        iterates.append((J.item(), log_p.detach()))
+        optimiser.zero_grad()
+        J.backward()
+        optimiser.step()
+    got = adam_policy(log_pi, counts, beta, reward, number, lr)
+    best = max(J for J, _ in iterates)
+    assert objective(got, log_pi, counts, beta, reward).item() == pytest.approx(best, abs=1e-9)
+    assert min(float((got - log_p).abs().max()) for J, log_p in iterates if best - J < 1e-9) < 1e-9
+
+
+@pytest.mark.parametrize("reward", READINGS)
 @given(step=steps(), beta=BETAS, seed=st.integers(0, 10**6))
 @settings(deadline=None, max_examples=60)
 def test_the_exact_policy_is_a_distribution_that_nothing_beats(reward, step, beta, seed):
