@@ -1,13 +1,12 @@
-"""Linear layers laid out for one-token steps on a CPU. The maths is `nn.Linear`'s; only the order of the weights in
-memory differs.
+"""Linear layers for one-token steps on a CPU. The maths and the weights are `nn.Linear`'s, only the calls differ.
 
 A step of one token reads every weight once and does two operations with each, so it runs at the speed of memory, if
-both cores read. BLAS does not split a matrix-vector product over cores, but it does split a batch of them; and a
+all cores read. BLAS does not split a matrix-vector product over cores, but it does split a batch of them; and a
 bfloat16 product of more than a few rows is far slower than a float32 one on processors without bfloat16 units. Hence
 one layer for each dtype:
 
-    float32    the output columns in two blocks, [2, in, out/2]: a batch of two products, one for each core
-    bfloat16   rows as they are, [out, in]: bfloat16 products for a few rows, float32 products for many (prefill)
+    float32    W as blocks of rows, [BLOCKS, out/BLOCKS, in]: a batch of products, which the cores share
+    bfloat16   bfloat16 products for a few rows of x, float32 products for many (prefill)
 
 Both keep activations in float32.
 """
@@ -16,27 +15,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-BLOCKS = 2
+BLOCKS = 8  # as many cores have something to read; two are no faster with two blocks
 FEW_ROWS = 8  # up to here, bfloat16 products beat widening the whole matrix to float32
 
 
 class BlockedLinear(nn.Module):
-    """y = x W^T + b in float32, W kept as column blocks that are multiplied side by side."""
+    """y = x W^T + b in float32, a block of W's rows at a time."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         # [out, in], [out]
         super().__init__()
-        blocks = BLOCKS if weight.shape[0] % BLOCKS == 0 else 1
-        self.weight = nn.Parameter(
-            weight.detach().unflatten(0, (blocks, -1)).mT.contiguous(), requires_grad=False
-        )  # [blocks, in, out/blocks]
+        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         # [..., in] -> [..., out]
-        rows = x.reshape(-1, x.shape[-1]).expand(len(self.weight), -1, -1)
-        y = torch.bmm(rows, self.weight)  # [blocks, rows, out/blocks]; matmul would copy W where x needs a gradient
-        y = y.transpose(0, 1).reshape(*x.shape[:-1], -1)
+        W, even = self.weight, len(self.weight) // BLOCKS * BLOCKS
+        if x.requires_grad or even == 0:  # backwards, a batch of blocks would be the slow form
+            return F.linear(x, W, self.bias)
+        columns = x.reshape(-1, x.shape[-1]).mT  # [in, rows]
+        blocks = W[:even].view(BLOCKS, -1, W.shape[1])
+        y = torch.bmm(blocks, columns.expand(BLOCKS, -1, -1)).flatten(0, 1)  # [out, rows]
+        if even < len(W):
+            y = torch.cat([y, W[even:] @ columns])
+        y = y.mT.reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias
 
 
@@ -62,8 +64,7 @@ def pack(model: nn.Module) -> nn.Module:
     """Replace every `nn.Linear` in place by its packed form, for inference in float32 or bfloat16 on a CPU; other
     dtypes stay as they are.
 
-    With bfloat16, embeddings stay bfloat16 and the norms become float32. A head tied to the embedding gets its own copy
-    in float32.
+    With bfloat16, embeddings stay bfloat16 and the norms become float32. No weight is copied.
     """
     for name, module in list(model.named_modules()):
         dtype = next((p.dtype for p in module.parameters(recurse=False)), None)
@@ -71,7 +72,6 @@ def pack(model: nn.Module) -> nn.Module:
             packed = (BlockedLinear if dtype == torch.float32 else NarrowLinear)(module.weight, module.bias)
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, packed)
-            module.weight = None  # the float32 original goes before the next layer is copied
         elif dtype == torch.bfloat16 and not isinstance(module, nn.Embedding):
             module.float()
     return model

@@ -207,12 +207,16 @@ def test_past_the_position_limit():
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 9, 40])
-@pytest.mark.parametrize("shape", [(7, 5), (64, 33)])
+@pytest.mark.parametrize("shape", [(7, 5), (64, 33), (83, 12)])
 def test_packed_layers_equal_plain_ones(rows, shape):
     torch.manual_seed(rows)
     plain, x = torch.nn.Linear(shape[1], shape[0]), torch.randn(2, rows, shape[1])
     expected = plain(x)
-    assert (BlockedLinear(plain.weight, plain.bias)(x) - expected).abs().max() < 1e-5
+    blocked = BlockedLinear(plain.weight, plain.bias)
+    assert (blocked(x) - expected).abs().max() < 1e-5
+    slope = torch.randn_like(expected)
+    gradients = [torch.autograd.grad(layer(y := x.clone().requires_grad_()), y, slope)[0] for layer in (plain, blocked)]
+    assert (gradients[0] - gradients[1]).abs().max() < 1e-5
     rounded = torch.nn.Linear(shape[1], shape[0]).double()
     rounded.weight.data, rounded.bias.data = plain.weight.bfloat16().double(), plain.bias.double()
     exact = rounded(x.double())
