@@ -1,6 +1,6 @@
 """Measure decoding with the default model: speed beside transformers and the memory's, KID's steps, memory, start.
 
-    python bench/decode.py                 two threads, 64 tokens, 7 rounds: about 5 minutes
+    python bench/decode.py                 two threads, 64 tokens, 7 rounds: about 10 minutes
 
 What is compared runs in turns within each round, so that noise hits all alike; ratios are taken round by round, and
 medians are printed. Best of all on a machine that does nothing else.
@@ -67,7 +67,7 @@ def ratio(a: Sequence[float], b: Sequence[float]) -> float:
 
 def read_bandwidth() -> float:
     """Bytes per second that the cores read from memory together: the best of ten sums over 1 GiB."""
-    numbers = torch.ones(2**28)
+    numbers = torch.rand(2**28)  # equal pages could be shared
     return numbers.nbytes / min(seconds_of(numbers.sum) for _ in range(10))
 
 
