@@ -12,7 +12,6 @@ import torch
 
 from minikid import kgclue, options
 from minikid.decode import (
-    KID,
     Constrained,
     Generation,
     LittleKID,
@@ -22,9 +21,10 @@ from minikid.decode import (
     generate_on_cache,
     greedy,
 )
+from minikid.knowledge import KnowledgeTrie
 from minikid.model import GPT, Tokenizer, load
 from minikid.passages import Passage
-from minikid.retrieve import BM25
+from minikid.triples import Triple
 
 PROMPT = "Does marijuana impair driving ability?"
 DECODERS = ("greedy", "sample", "beam", "kid", "little-kid", "trie")
@@ -40,34 +40,21 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     prompt.add_argument("--prompt", metavar="TEXT", help=f"default: {PROMPT!r}")
     prompt.add_argument("--prompt-file", metavar="F", help="a UTF-8 text file; - for standard input")
     prompt.add_argument("stdin", nargs="?", choices=["-"], metavar="-", help="the prompt from standard input")
-    knowledge = parser.add_argument_group("knowledge")
-    knowledge.add_argument(
-        "--knowledge",
-        nargs="+",
-        metavar="FILE",
-        help="passages (.txt, .jsonl, DPR .tsv) or triples (.tsv of 3 columns); default: the built-in passages",
-    )
-    knowledge.add_argument(
-        "--retriever", default="bm25", choices=("bm25", "none"), help="none: all passages (default: %(default)s)"
-    )
-    knowledge.add_argument("-k", type=options.count, default=5, help="passages to retrieve (default: %(default)s)")
-    knowledge.add_argument("--context", action="store_true", help="put the passages into the prompt as well")
+    options.add_knowledge_options(parser)
     options.add_model_options(parser)
     options.add_decoding_options(parser)
     parser.add_argument("--num-samples", type=options.count, default=1, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--beams", type=options.count, default=5, metavar="B", help="of beam and trie (default: %(default)s)"
     )
-    trie = parser.add_argument_group(
-        "trie", "answers with a key (S, P, M) of the triples in --knowledge and its values"
-    )
-    trie.add_argument("--no-lookahead", action="store_true", help="the prefix tree alone")
-    trie.add_argument(
+    parser.add_argument(
         "--trie",
         type=Path,
         metavar="DIR",
-        help="keep the built trie there; if there is one, open it and leave --knowledge unread (same tokenizer only)",
+        help="of kid, little-kid and trie: build a trie of all of --knowledge and keep it there; if there is one, open "
+        "it and leave --knowledge unread",
     )
+    parser.add_argument("--no-lookahead", action="store_true", help="of trie: the prefix tree alone")
     parser.add_argument("--json", action="store_true", help="one JSON object per generation on standard output")
     args = parser.parse_args(argv)
     try:
@@ -76,18 +63,20 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     except (ValueError, OSError) as error:
         parser.error(str(error))
     for file in args.knowledge or []:
-        if not Path(file).is_file():
-            parser.error(f"--knowledge {file}: no such file")
+        if not Path(file).exists():
+            parser.error(f"--knowledge {file}: no such file or folder")
     if args.decoder == "trie":
         if not args.knowledge and not args.trie:
             parser.error(
                 "--decoder trie needs triples: --knowledge FILE.tsv with subject, predicate and object, or --trie DIR"
             )
         for file in args.knowledge or []:
-            if not options.holds_triples(file):
+            if Path(file).is_dir() or not options.holds_triples(file):
                 parser.error(
                     f"--knowledge {file}: expected triples, a .tsv of subject, predicate and object without a header"
                 )
+    elif args.trie and args.decoder not in ("kid", "little-kid"):
+        parser.error(f"--trie: {args.decoder} has no trie; expected --decoder kid, little-kid or trie")
     if min(args.num_samples, args.beams) < 1:
         parser.error("--num-samples and --beams: expected 1 or more")
     if args.decoder in ("beam", "trie") and args.num_samples > args.beams:
@@ -108,18 +97,30 @@ def read_prompt(args: argparse.Namespace) -> str:
     return text
 
 
-def retrieve(args: argparse.Namespace, passages: list[Passage]) -> list[Passage]:
-    if args.retriever == "none" or not passages:
-        return passages
-    return [hit.passage for hit in BM25(passages).search(args.question, args.k)]
+def retrieve(args: argparse.Namespace) -> tuple[list[Passage], list[Triple]]:
+    """The passages for the prompt, best first, and the triples of --knowledge."""
+    retriever, triples = options.open_knowledge(args)
+    return [hit.passage for hit in retriever.search(args.question, args.k)], triples
 
 
-def make_policy(args: argparse.Namespace, tokenizer: Tokenizer, knowledge) -> Vanilla | KID | LittleKID:
+def build_knowledge(args: argparse.Namespace, passages: list[Passage], triples: list[Triple]) -> KnowledgeTrie:
+    """G_ext of what was retrieved, or with --trie that of all knowledge, built once."""
+    if args.trie:
+        knowledge, origin = options.open_or_build_knowledge(args.trie, options.knowledge_of(args))
+    else:
+        knowledge = options.build_trie(passages, triples)
+        origin = f"{len(passages)} passages" + (f" and {len(triples)} of the files" if triples else "")
+    note(f"{len(knowledge.triples)} triples from {origin}")
+    return knowledge
+
+
+def make_policy(args: argparse.Namespace, tokenizer: Tokenizer, passages: list[Passage], triples: list[Triple]):
+    if args.decoder not in ("kid", "little-kid"):
+        return Vanilla()
+    knowledge = build_knowledge(args, passages, triples)
     if args.decoder == "little-kid":
         return LittleKID(knowledge, tokenizer, options.make_update(args))
-    if args.decoder == "kid":
-        return options.make_kid(args, knowledge, tokenizer, args.question)
-    return Vanilla()
+    return options.make_kid(args, knowledge, tokenizer, args.question)
 
 
 class Stream:
@@ -172,19 +173,12 @@ def note(text: str) -> None:
 
 def run(args: argparse.Namespace) -> None:
     began = time.perf_counter()
-    found, triples = options.read_knowledge(args.knowledge or [options.builtin_knowledge()])
-    passages = retrieve(args, found)
+    passages, triples = ([], []) if args.trie and not args.context else retrieve(args)
     model, tokenizer = load(args.model, args.device, options.DTYPES[args.dtype])
     chat = tokenizer.template is not None if args.chat is None else args.chat
     text = options.with_context(args.question, passages) if args.context else args.question
     prompt = tokenizer.prompt(text, chat)
-    knowledge = options.build_trie(passages, triples)
-    if args.decoder in ("kid", "little-kid"):
-        note(
-            f"{len(knowledge.triples)} triples from {len(passages)} passages"
-            + (f" and {len(triples)} of the files" if triples else "")
-        )
-    policy = make_policy(args, tokenizer, knowledge)
+    policy = make_policy(args, tokenizer, passages, triples)
     stream = Stream(tokenizer, sys.stdout.isatty() and "NO_COLOR" not in os.environ)
     live = args.num_samples == 1 and not args.json and args.decoder != "beam"
     rows = generate_rows(args, model, prompt, policy, stream if live else None)

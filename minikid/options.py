@@ -12,8 +12,9 @@ from minikid import store, weights
 from minikid.decode import KID, LookAhead, Sampler, Update
 from minikid.kgclue import build_trie as build_keys
 from minikid.kgclue import join_subject, read_facts
-from minikid.knowledge import KnowledgeTrie
-from minikid.passages import Passage, holds_triples, read_passages
+from minikid.knowledge import FILE, KnowledgeTrie
+from minikid.passages import Passage, PassageFile, holds_triples, read_passages
+from minikid.retrieve import Retriever, make_retriever, open_retriever
 from minikid.tokenizer import Tokenizer
 from minikid.trie import TokenTrie
 from minikid.triples import Triple
@@ -79,6 +80,25 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="wrap the prompt in the model's chat template (default: if it has one)",
     )
+
+
+def add_knowledge_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("knowledge")
+    group.add_argument(
+        "--knowledge",
+        nargs="+",
+        metavar="FILE|DIR",
+        help="passages (.txt, .jsonl, DPR .tsv) or triples (.tsv of 3 columns), or a folder that `python -m "
+        "minikid.retrieve build` wrote, whose index is searched; default: the built-in passages",
+    )
+    group.add_argument(
+        "--retriever",
+        choices=("bm25", "dense", "hybrid", "none"),
+        help="none: all passages (default: bm25; for a folder, all that it was built with)",
+    )
+    group.add_argument("--encoder", default=weights.ENCODER, metavar="NAME|DIR", help="of dense and hybrid, BERT")
+    group.add_argument("-k", type=count, default=5, help="passages to retrieve (default: %(default)s)")
+    group.add_argument("--context", action="store_true", help="put the passages into the prompt as well")
 
 
 def add_decoding_options(parser: argparse.ArgumentParser) -> None:
@@ -208,11 +228,13 @@ def builtin_knowledge() -> Path:
 
 
 def read_knowledge(files: Iterable[str | Path]) -> tuple[list[Passage], list[Triple]]:
-    """Passages and triples of any mixture of files, by their kind."""
+    """Passages and triples of any mixture of files, by their kind, and of folders with an index of passages."""
     passages: list[Passage] = []
     triples: list[Triple] = []
     for file in files:
-        if holds_triples(file):
+        if Path(file).is_dir():
+            passages += PassageFile(Path(file) / "passages")
+        elif holds_triples(file):
             triples += [
                 Triple(join_subject(fact.subject, fact.meaning), fact.predicate, fact.value)
                 for fact in read_facts(file)
@@ -220,6 +242,35 @@ def read_knowledge(files: Iterable[str | Path]) -> tuple[list[Passage], list[Tri
         else:
             passages += read_passages(file)
     return passages, triples
+
+
+def knowledge_of(args: argparse.Namespace) -> list[str | Path]:
+    """The files of --knowledge, or the passages that come with the package."""
+    return args.knowledge or [builtin_knowledge()]
+
+
+def open_knowledge(args: argparse.Namespace) -> tuple[Retriever, list[Triple]]:
+    """What finds the passages of --knowledge, and its triples.
+
+    A folder's index is searched as it is; the passages of files are indexed in memory. ValueError for both at once,
+    since scores of two indices do not compare, and for whatever cannot be read.
+    """
+    folders = [Path(file) for file in knowledge_of(args) if Path(file).is_dir()]
+    passages, triples = read_knowledge(file for file in knowledge_of(args) if not Path(file).is_dir())
+    if folders and (passages or len(folders) > 1):
+        raise ValueError("--knowledge: expected files, or one folder with an index (and files of triples beside it)")
+    if folders:
+        return open_retriever(folders[0], args.retriever, args.encoder, args.device), triples
+    return make_retriever(passages, args.retriever or "bm25", args.encoder, args.device), triples
+
+
+def open_or_build_knowledge(folder: Path, files: Sequence[str | Path]) -> tuple[KnowledgeTrie, str]:
+    """The G_ext kept in `folder`, or else one of all that `files` hold, kept there; and where it comes from."""
+    if (folder / FILE).exists():
+        return KnowledgeTrie.open(folder), f"{folder}, --knowledge unread"
+    trie = build_trie(*read_knowledge(files))
+    trie.save(folder)
+    return trie, ", ".join(map(str, files))
 
 
 def build_trie(passages: Sequence[Passage], triples: Sequence[Triple]) -> KnowledgeTrie:

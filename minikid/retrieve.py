@@ -36,7 +36,19 @@ from minikid.passages import (
 from minikid.text import stem, words
 from minikid.weights import ENCODER
 
-__all__ = ["BM25", "Dense", "Hit", "Hybrid", "Passage", "fuse", "holds_triples", "read_passages", "terms"]
+__all__ = [
+    "BM25",
+    "Dense",
+    "Hit",
+    "Hybrid",
+    "Passage",
+    "fuse",
+    "holds_triples",
+    "make_retriever",
+    "open_retriever",
+    "read_passages",
+    "terms",
+]
 
 TERMS = 1  # part of a saved index: raise it whenever `terms` changes
 _RUN = re.compile(rf"[{UNSPACED}\uac00-\ud7a3]{{2,}}")
@@ -119,6 +131,16 @@ class Retriever(Protocol):
     def search(self, query: str, k: int) -> list[Hit]: ...
 
 
+class Everything:
+    """All passages in their order, whatever the query and k, with the score 0."""
+
+    def __init__(self, passages: Iterable[Passage]):
+        self.passages = passages
+
+    def search(self, query: str, k: int) -> list[Hit]:
+        return [Hit(passage, 0.0) for passage in self.passages]
+
+
 class Hybrid:
     """A dense and a lexical retriever, fused by rank; each is asked for `depth` hits, or for k if that is more.
 
@@ -160,6 +182,36 @@ def fuse(lists: Sequence[Sequence[Hit]], k: int, c: float = 60, weights: Sequenc
     return [Hit(passage, score) for passage, score in ranked[:k]]
 
 
+def make_retriever(
+    passages: Sequence[Passage], kind: str, encoder: str | Path = ENCODER, device: str = "cpu"
+) -> Retriever:
+    """A retriever of a small corpus, indexed in memory; kind: "bm25", "dense", "hybrid", or "none" for all passages."""
+    if kind == "none" or not passages:
+        return Everything(passages)
+    if kind == "bm25":
+        return BM25(passages)
+    dense = Dense(passages, load_encoder(encoder, device=device))
+    return dense if kind == "dense" else Hybrid(dense, BM25(passages))
+
+
+def open_retriever(
+    folder: Path, kind: str | None = None, encoder: str | Path = ENCODER, device: str = "cpu"
+) -> Retriever:
+    """What `build` wrote; kind as for `make_retriever`, None: all that was built. ValueError where it was not built."""
+    if kind == "none":
+        return Everything(PassageFile(folder / "passages"))
+    built = [name for name in ("bm25", "dense") if (folder / name).exists()]
+    wanted = {"hybrid": ["bm25", "dense"], None: built}.get(kind, [kind])
+    if not wanted:
+        raise ValueError(f"{folder}: no index there; run `python -m minikid.retrieve build` first")
+    retrievers: list[Retriever] = []
+    if "dense" in wanted:
+        retrievers.append(Dense.open(folder, load_encoder(encoder, device=device)))
+    if "bm25" in wanted:
+        retrievers.append(BM25.open(folder))
+    return retrievers[0] if len(retrievers) == 1 else Hybrid(*retrievers)
+
+
 def _build(options: argparse.Namespace) -> None:
     for path in options.files:
         if holds_triples(path):
@@ -184,16 +236,7 @@ def _build(options: argparse.Namespace) -> None:
 
 
 def _search(options: argparse.Namespace) -> None:
-    built = [kind for kind in ("bm25", "dense") if (options.index / kind).exists()]
-    wanted = {"hybrid": ["bm25", "dense"], None: built}.get(options.retriever, [options.retriever])
-    if not wanted:
-        raise ValueError(f"{options.index}: no index there; run `python -m minikid.retrieve build` first")
-    retrievers: list[Retriever] = []
-    if "dense" in wanted:
-        retrievers.append(Dense.open(options.index, load_encoder(options.encoder, device=options.device)))
-    if "bm25" in wanted:
-        retrievers.append(BM25.open(options.index))
-    retriever = retrievers[0] if len(retrievers) == 1 else Hybrid(*retrievers)
+    retriever = open_retriever(options.index, options.retriever, options.encoder, options.device)
     for query in _queries(options.queries):
         hits = retriever.search(query, options.k)
         if options.json:

@@ -10,7 +10,11 @@ import tokenizers
 from tiny import SPECIAL, TEMPLATE, byte_tokenizer, write_folder
 
 import generate
+from minikid import retrieve
+from minikid.knowledge import KnowledgeTrie
 from minikid.options import separator_of
+from minikid.passages import read_passages
+from minikid.retrieve import make_retriever
 from minikid.tokenizer import Tokenizer
 
 
@@ -210,6 +214,7 @@ def test_trie_errors(run, tmp_path):
         (["--num-samples", "0"], "expected 1 or more"),
         (["--decoder", "beam", "--num-samples", "9"], "5 beams end in no more texts"),
         (["--decoder", "trie", "--trie", "x", "--num-samples", "9"], "5 beams end in no more texts"),
+        (["--decoder", "greedy", "--trie", "x"], "greedy has no trie"),
         (["--optimiser", "cache"], "no closed form to solve beta for"),
     ],
 )
@@ -256,3 +261,86 @@ def test_mongolia_on_the_default_model(default_folder, tmp_path, capfd):
     assert "Ulaanbaatar" not in capfd.readouterr().out
     assert generate.main([*question, *short, "--temperature", "0", "--knowledge", str(tmp_path / "a.txt")]) == 0
     assert "Ulaanbaatar" in capfd.readouterr().out
+
+
+# --- retrieval and kept tries
+
+CORPUS = [
+    {"id": "a", "title": "Mongolia", "text": "Ulaanbaatar is the capital of Mongolia."},
+    {"id": "b", "title": "Tuul", "text": "The Tuul is a river in Mongolia."},
+    {"id": "c", "title": "Japan", "text": "Tokyo is the capital of Japan."},
+    {"id": "d", "title": "Cars", "text": "A cardiologist drives a car."},
+]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in CORPUS))
+    return path
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    from test_encoder import BertModel, save
+
+    folder = tmp_path_factory.mktemp("encoder")
+    save(folder, BertModel)
+    return folder
+
+
+@pytest.mark.parametrize("retriever", ["bm25", "dense", "hybrid", "none"])
+@pytest.mark.parametrize("decoder", ["greedy", "kid"])
+def test_every_retriever_on_files_and_on_an_index(run, corpus, encoder, tmp_path, retriever, decoder):
+    """Files indexed on the fly and the index built of them give the same passages, those of the library."""
+    question = "Which river is in Mongolia?"
+    loaded = list(read_passages(corpus))
+    found = make_retriever(loaded, retriever, encoder).search(question, 2)
+    expected = [hit.passage.id for hit in found]
+    assert len(expected) == (4 if retriever == "none" else 2)
+    arguments = ["--prompt", question, "-k", "2", "--decoder", decoder, "--json", "--context"]
+    arguments += ["--retriever", retriever, "--encoder", str(encoder)]
+    code, out, _ = run(*arguments, "--knowledge", str(corpus))
+    assert code == 0
+    assert json.loads(out)["passages"] == expected
+    index = tmp_path / "index"
+    build = ["build", str(corpus), "--out", str(index), "--retriever", "hybrid", "--encoder", str(encoder)]
+    assert retrieve.main(build) == 0
+    assert run(*arguments, "--knowledge", str(index))[:2] == (0, out)
+
+
+def test_an_index_is_searched_as_it_was_built_and_stands_beside_triples(run, corpus, tmp_path):
+    assert retrieve.main(["build", str(corpus), "--out", str(tmp_path / "index")]) == 0
+    (tmp_path / "c.tsv").write_text("Mongolia\tcapital\tUlaanbaatar\n")
+    question = ["--prompt", "Which river is in Mongolia?", "-k", "1", "--json", "--knowledge", str(tmp_path / "index")]
+    code, out, err = run(*question, str(tmp_path / "c.tsv"))
+    assert code == 0
+    assert json.loads(out)["passages"] == ["b"]
+    assert "from 1 passages and 1 of the files" in err
+    for more, message in (
+        ([str(corpus)], "or one folder with an index"),
+        (["--retriever", "dense"], "expected a dense index"),
+    ):
+        code, out, err = run(*question, *more)
+        assert (code, out) == (1, "")
+        assert message in err
+    code, _, err = run("--knowledge", str(tmp_path))
+    assert code == 1
+    assert "minikid.retrieve build" in err
+
+
+@pytest.mark.parametrize("decoder", ["kid", "little-kid"])
+def test_a_kept_trie_holds_all_knowledge_and_is_used_instead_of_it(run, corpus, tmp_path, decoder):
+    arguments = ["--decoder", decoder, "--prompt", "Tell of Mongolia", "--json", "--trie", str(tmp_path / "trie")]
+    code, first, err = run(*arguments, "--knowledge", str(corpus), "-k", "1")
+    assert code == 0
+    trie = KnowledgeTrie.open(tmp_path / "trie")
+    assert trie == KnowledgeTrie.from_text(read_passages(corpus))
+    assert f"{len(trie.triples)} triples from {corpus}" in err
+    corpus.write_text('{"text": "Ferrets eat mice."}\n')
+    code, again, err = run(*arguments, "--knowledge", str(corpus))
+    assert (code, again) == (0, first)
+    assert "--knowledge unread" in err
+    assert json.loads(run(*arguments, "--context", "--knowledge", str(corpus), "-k", "1")[1])["passages"] == []
+    out = run(*arguments, "--context", "--knowledge", str(corpus), "--prompt", "Tell of ferrets")[1]
+    assert json.loads(out)["passages"] == ["corpus.jsonl:1"]
