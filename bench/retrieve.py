@@ -4,7 +4,8 @@
     python bench/retrieve.py --data nq_dev.jsonl        and precision over the passages of a question file
 
 The question file has JSON lines as DPR and FiD use them, {"question": ..., "ctxs": [{"title", "text"}]}: the passages
-of all questions together are the corpus, a question's own are its gold ones.
+of all questions together are the corpus, a question's own are its gold ones. Hybrid's defaults were chosen on Natural
+Questions of this kind, all of them: there, its lead over dense search is no independent finding.
 """
 
 import argparse
@@ -132,19 +133,18 @@ def quality(path: Path) -> None:
     bm25, dense = BM25(passages), Dense(passages, load_encoder(), progress=True)
     equal = Hybrid(dense, bm25, c=60, weights=(1, 1))
     retrievers = {"BM25": bm25, "dense": dense, "hybrid": Hybrid(dense, bm25), "hybrid, c = 60, equal weights": equal}
-    row(f"{len(entries)} questions, {len(passages)} passages", "Prec@1", "recall@5", "Prec@1 (odd)", "recall@5 (odd)")
+    row(f"{len(entries)} questions, {len(passages)} passages", "Prec@1", "recall@5")
     for name, retriever in retrievers.items():
         places = []
         for entry, own in zip(entries, gold, strict=True):
             found = [hit.passage in own for hit in retriever.search(entry["question"], 5)]
             places.append((found[:1] == [True], any(found)))
-        every, odd = np.array(places).mean(0), np.array(places)[1::2].mean(0)
-        row(name, *(f"{100 * share:.2f} %" for share in (*every, *odd)))
+        row(name, *(f"{100 * share:.2f} %" for share in np.array(places).mean(0)))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="question file; the settings of hybrid were chosen on its even lines")
+    parser.add_argument("--data", type=Path, help="question file, for precision and recall")
     parser.add_argument("--count", type=int, default=1_000_000, help="synthetic passages for BM25, 0 for none")
     parser.add_argument("--encode", type=int, default=256, help="passages to encode, 0 for none")
     parser.add_argument("--batch-size", type=int, default=32)

@@ -211,14 +211,14 @@ def open_or_build_trie(
 ) -> tuple[TokenTrie, str]:
     """The trie kept in `folder`, or else one built of the triples in `files` and kept there; and where it comes from.
 
-    ValueError where there is neither, and for a file or folder that is damaged.
+    ValueError where there is neither, for a trie of another tokenizer, and for a file or folder that is damaged.
     """
     if folder and (not files or (folder / store.HEADER).exists()):
-        return TokenTrie.open(folder), f"{folder}" + (", --knowledge unread" if files else "")
+        return TokenTrie.open(folder, tokenizer.digest), f"{folder}" + (", --knowledge unread" if files else "")
     facts = (fact for file in files or [] for fact in read_facts(file))
     trie = build_keys(facts, tokenizer.encode, separator)
     if folder:
-        trie.save(folder)
+        trie.save(folder, tokenizer.digest)
     return trie, ", ".join(files or [])
 
 

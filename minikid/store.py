@@ -20,10 +20,13 @@ TYPES = {  # of each array the types that it may have
 WITHOUT_VALUES = set(TYPES) - {"offsets", "values"}
 
 
-def save_arrays(folder: str | Path, arrays: dict[str, np.ndarray], vocabulary: int) -> None:
+def save_arrays(
+    folder: str | Path, arrays: dict[str, np.ndarray], vocabulary: int, tokenizer: str | None = None
+) -> None:
     """Write a trie to a folder, in place of the one that is there; one writer at a time.
 
-    ValueError for a folder that holds anything but a trie.
+    `tokenizer` is the digest of the one that made the tokens, if it is known. ValueError for a folder that holds
+    anything but a trie.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -35,7 +38,7 @@ def save_arrays(folder: str | Path, arrays: dict[str, np.ndarray], vocabulary: i
     entries = {
         name: {"file": f"{name}.{generation}.trie", "type": a.dtype.str, "length": len(a)} for name, a in arrays.items()
     }
-    header = {**FORMAT, "generation": generation, "vocabulary": vocabulary, "arrays": entries}
+    header = {**FORMAT, "generation": generation, "vocabulary": vocabulary, "tokenizer": tokenizer, "arrays": entries}
     temporary = folder / f"{HEADER}.trie"
     try:
         for name, a in arrays.items():
@@ -50,10 +53,18 @@ def save_arrays(folder: str | Path, arrays: dict[str, np.ndarray], vocabulary: i
                 path.unlink()
 
 
-def open_arrays(folder: str | Path) -> tuple[dict[str, np.ndarray], int]:
-    """The arrays as memory maps, and the vocabulary; ValueError unless all files are as the header says."""
+def open_arrays(folder: str | Path, tokenizer: str | None = None) -> tuple[dict[str, np.ndarray], int]:
+    """The arrays as memory maps, and the vocabulary.
+
+    ValueError unless all files are as the header says, and where it names another tokenizer than the one that is given.
+    """
     folder = Path(folder)
     header = _read_header(folder)
+    if tokenizer and header.get("tokenizer") and header["tokenizer"] != tokenizer:
+        raise ValueError(
+            f"{folder}: this trie was built with another tokenizer ({header['tokenizer']}, expected {tokenizer}); use "
+            "the model that it was built for, or build it again in another folder"
+        )
     arrays = {name: _map(folder / entry["file"], entry) for name, entry in header["arrays"].items()}
     return arrays, header["vocabulary"]
 

@@ -1,7 +1,9 @@
 """Text to token ids and back, on the `tokenizers` library; chat prompts through the model's own template."""
 
+import hashlib
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import tokenizers
@@ -27,6 +29,7 @@ class Tokenizer:
     ):
         self._library = library
         self._library.encode_special_tokens = True
+        self._library.post_processor = None  # it would add control tokens, or hide blanks from the tokens' offsets
         self.special = {t.content: i for i, t in library.get_added_tokens_decoder().items() if t.special}
         self.eos_ids, self.bos_id, self.template = tuple(eos_ids), bos_id, template
 
@@ -60,6 +63,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return self._library.get_vocab_size()
 
+    @cached_property
+    def digest(self) -> str:
+        """16 hexadecimal digits that tell this tokenizer from others, kept with what is made of its ids."""
+        return hashlib.sha256(self._library.to_str().encode()).hexdigest()[:16]
+
     def encode(self, text: str) -> list[int]:
         """Ids of plain text; nothing in it is a control token and none is added."""
         return self._library.encode(text, add_special_tokens=False).ids
@@ -86,10 +94,23 @@ class Tokenizer:
 
         the text after bos (if the model uses one), or one user turn of the chat template.
         """
-        if not chat:
-            return ([] if self.bos_id is None else [self.bos_id]) + self.encode(text)
-        messages = [{"role": "system", "content": system}] if system else []
-        return self.chat([*messages, {"role": "user", "content": text}])
+        return self._ids(self._prompt_pieces(text, chat, system))
+
+    def example(self, prompt: str, completion: str, chat: bool) -> tuple[list[int], int]:
+        """Ids of a prompt, wrapped as by `prompt`, with its completion and an eos token, and the place of the first
+        token that has anything of the completion.
+
+        The text before the join and the completion are encoded as one text, so a token may span the join; it belongs
+        to the completion. ValueError for a tokenizer without eos.
+        """
+        if not self.eos_ids:
+            raise ValueError("this model names no eos token that could end a completion; give it one in config.json")
+        *head, last = self._prompt_pieces(prompt, chat)
+        head, last = (head, last) if isinstance(last, str) else ([*head, last], "")
+        joined = self._library.encode(last + completion, add_special_tokens=False)
+        ids = self._ids(head)
+        first = sum(end <= len(last) for _, end in joined.offsets)
+        return [*ids, *joined.ids, self.eos_ids[0]], len(ids) + first
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Ids of a conversation in the model's chat template, ready for the assistant's turn.
@@ -97,6 +118,19 @@ class Tokenizer:
         The template decides on control tokens; message contents are encoded as plain text. ValueError without a
         template, or when the template refuses the messages.
         """
+        return self._ids(self._chat_pieces(messages))
+
+    def _ids(self, pieces: Iterable[str | int]) -> list[int]:
+        return [i for piece in pieces for i in ([piece] if isinstance(piece, int) else self.encode(piece))]
+
+    def _prompt_pieces(self, text: str, chat: bool, system: str | None = None) -> list[str | int]:
+        """Control tokens, and the texts between them."""
+        if not chat:
+            return ([] if self.bos_id is None else [self.bos_id]) + [text]
+        messages = [{"role": "system", "content": system}] if system else []
+        return self._chat_pieces([*messages, {"role": "user", "content": text}])
+
+    def _chat_pieces(self, messages: Sequence[Mapping[str, str]]) -> list[str | int]:
         if self.template is None:
             raise ValueError("this model has no chat template; use plain completion (--no-chat)")
         marks = [
@@ -116,10 +150,8 @@ class Tokenizer:
             )
         except TemplateError as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from None
-        ids: list[int] = []
-        for piece in _split(rendered, self.special):
-            ids += [piece] if isinstance(piece, int) else self.encode(_fill(piece, marks, messages))
-        return ids
+        pieces = _split(rendered, self.special)
+        return [piece if isinstance(piece, int) else _fill(piece, marks, messages) for piece in pieces]
 
 
 def _split(text: str, special: Mapping[str, int]) -> list[str | int]:

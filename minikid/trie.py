@@ -298,21 +298,23 @@ class TokenTrie:
 
     # --- files
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: str | Path, tokenizer: str | None = None) -> None:
         """Write to a folder, made if need be; a trie that is there already is replaced in one step.
 
         The arrays go to new files, and only then is the header replaced, which names them: a build that is killed
-        leaves the old trie as it was. ValueError for a folder that holds anything else; one writer at a time.
+        leaves the old trie as it was. `tokenizer`, a digest, is kept for `open` to compare. ValueError for a folder
+        that holds anything else; one writer at a time.
         """
-        save_arrays(folder, self._arrays, self.vocabulary)
+        save_arrays(folder, self._arrays, self.vocabulary, tokenizer)
 
     @classmethod
-    def open(cls, folder: str | Path) -> TokenTrie:
+    def open(cls, folder: str | Path, tokenizer: str | None = None) -> TokenTrie:
         """Open a saved trie as memory maps; nothing but the header is read.
 
-        ValueError if the folder holds no trie, one of another version, or files that are not as the header says.
+        ValueError if the folder holds no trie, one of another version, files that are not as the header says, or a trie
+        that was saved with the digest of another tokenizer than `tokenizer`.
         """
-        return cls(*open_arrays(folder))
+        return cls(*open_arrays(folder, tokenizer))
 
 
 def _scatter(first: torch.Tensor, branches: torch.Tensor, spans: Sequence[slice], size: int) -> torch.Tensor:

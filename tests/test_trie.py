@@ -248,6 +248,17 @@ def test_saving_replaces_the_old_trie_and_leaves_open_ones_alone(tmp_path):
     assert list(TokenTrie.open(tmp_path).completions([])) == [[1, 2], [3]]
 
 
+def test_a_trie_of_another_tokenizer_is_refused(tmp_path):
+    trie = TokenTrie.build([[1, 2], [3]])
+    trie.save(tmp_path, "aaaa")
+    for same in ("aaaa", None):
+        assert len(TokenTrie.open(tmp_path, same)) == 2
+    with pytest.raises(ValueError, match=r"another tokenizer \(aaaa, expected bbbb\)"):
+        TokenTrie.open(tmp_path, "bbbb")
+    trie.save(tmp_path)  # from who knows which
+    assert len(TokenTrie.open(tmp_path, "bbbb")) == 2
+
+
 def test_a_foreign_folder_is_left_alone(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(ValueError, match=r"thesis\.txt"):

