@@ -3,6 +3,9 @@
 from dataclasses import dataclass, replace
 
 from minikid.text import WORD_JOINERS, word_spans, words
+from minikid.working_memory import Unit, WorkingMemory, aggregate_attention
+
+__all__ = ["LocalMemory", "Unit", "WorkingMemory", "aggregate_attention", "complete_words"]
 
 
 @dataclass(frozen=True)

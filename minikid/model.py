@@ -21,6 +21,7 @@ from minikid.config import Config, Rope
 from minikid.folder import read_parameters
 from minikid.pack import pack
 from minikid.tokenizer import Tokenizer
+from minikid.working_memory import Unit, WorkingMemory
 
 __all__ = ["GPT", "Cache", "Config", "Tokenizer", "load"]
 
@@ -39,6 +40,7 @@ class Cache:
         self.values: list[Tensor] = [empty] * config.num_layers
         self.length = 0
         self.start: Tensor | None = None  # [B]; None: no row is padded
+        self.front: list[Unit] = []  # what a working memory wrote into the first slots
 
     @property
     def batch(self) -> int:
@@ -95,6 +97,8 @@ class Cache:
     @staticmethod
     def stack(caches: Sequence["Cache"]) -> "Cache":
         """A ragged batch: the rows end at the same slot, shorter ones begin later (`start`), and no position moves."""
+        if any(cache.front != caches[0].front for cache in caches):
+            raise ValueError("expected caches that begin with the same working memory")
         length = max(cache.length for cache in caches)
         pads = [length - cache.length for cache in caches for _ in range(cache.batch)]
         merged = caches[0]._map(lambda buffer: buffer, None)
@@ -111,7 +115,7 @@ class Cache:
         new = object.__new__(Cache)
         new.keys = [change(buffer[:, :, : self.length]) for buffer in self.keys]
         new.values = [change(buffer[:, :, : self.length]) for buffer in self.values]
-        new.length, new.start = self.length, start
+        new.length, new.start, new.front = self.length, start, self.front
         return new
 
 
@@ -243,26 +247,35 @@ class GPT(nn.Module):
         """An empty cache for `batch` sequences."""
         return Cache(self.config, batch, self.device, self.dtype)
 
-    def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, cache: Cache | None = None, memory: WorkingMemory | None = None) -> Tensor:
         """Logits of every position; with a cache, `tokens` continue what it holds and are added to it.
 
-        ValueError when the sequence would outgrow `config.max_positions`; the cache is unchanged then.
+        With a memory, they are read with its passages in view (working_memory.py), from the cache's first token to its
+        last. ValueError when the sequence would outgrow `config.max_positions`; the cache is unchanged then.
         """
         # [B, T] -> [B, T, V]
-        return self.head(self.hidden(tokens, cache))
+        return self.head(self.hidden(tokens, cache, memory))
 
-    def hidden(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, cache: Cache | None = None, memory: WorkingMemory | None = None) -> Tensor:
         """The last layer's normalised states; `head` makes logits of those positions that are wanted."""
         # [B, T] -> [B, T, D]
+        if memory is not None:
+            cache = self.new_cache(len(tokens)) if cache is None else cache
+            memory.write(cache)
+        elif cache is not None and cache.length and cache.front:
+            raise ValueError("the cache began with a working memory; pass that memory too")
+        shift = 0 if memory is None else memory.shift
         T, past = tokens.shape[1], cache.length if cache is not None else 0
         start = cache.start if cache is not None else None
-        if past + T > self.config.max_positions:
+        if past + shift + T > self.config.max_positions:
             raise ValueError(
-                f"{past} tokens are read and {T} more were given, but this model has "
+                f"{past + shift} tokens are read and {T} more were given, but this model has "
                 f"{self.config.max_positions} positions; shorten the prompt or ask for fewer new tokens"
             )
         slots = torch.arange(past, past + T, device=self.device)  # [T]
-        position = slots[None] if start is None else (slots[None] - start[:, None]).clamp_min(0)  # [1 or B, T]
+        position = slots[None] + shift  # [1 or B, T]
+        if start is not None:
+            position = (position - start[:, None]).clamp_min(0)
         x = self.embed(tokens).to(self.dtype)
         rotation = None
         if self.config.rope is None:
@@ -273,6 +286,8 @@ class GPT(nn.Module):
             cos, sin = torch.cat([angles, angles], dim=-1).cos(), torch.cat([-angles, angles], dim=-1).sin()
             rotation = cos.to(self.dtype), sin.to(self.dtype)
         mask = _causal_mask(slots, start)
+        if memory is not None and memory.slots:
+            mask = _biased(mask, memory.bias, past + T, start)
         for layer, block in enumerate(self.blocks):
             x = block(x, layer, cache, rotation, mask)
         if cache is not None:
@@ -288,6 +303,16 @@ def _causal_mask(slots: Tensor, start: Tensor | None) -> Tensor | None:
     seen = torch.arange(int(slots[-1]) + 1, device=slots.device)
     mask = (seen[None, :] <= slots[:, None])[None, None]
     return mask if start is None else mask & (seen >= start[:, None])[:, None, None]
+
+
+def _biased(mask: Tensor | None, bias: Tensor, S: int, start: Tensor | None) -> Tensor:
+    """The mask as what is added to the logits, with a memory's bias on the first slots of every row."""
+    # [1 or B, 1, T, S], [M], [B] -> [1 or B, 1, T or 1, S]
+    place = torch.arange(S, device=bias.device)
+    if start is not None:
+        place = (place - start[:, None]).clamp_min(0)
+    bias = F.pad(bias, (0, S - len(bias)))[place].view(-1, 1, 1, S)
+    return bias if mask is None else torch.where(mask, bias, -torch.inf)
 
 
 def load(
