@@ -6,7 +6,7 @@ gives wrong logits.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class Config:
     activation: str = "silu"  # "silu" (gated), "gelu_tanh" or "gelu"
     tied: bool = True  # the output head is the embedding matrix
     eos_ids: tuple[int, ...] = ()
+    attention: str = "causal"  # or "prefix": the prompt's tokens see each other in both directions (UniLM)
 
     @property
     def gated(self) -> bool:
@@ -63,17 +64,21 @@ class Config:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> "Config":
-        """Translate the keys of an HF config.
+        """Translate the keys of an HF config, and our own "attention", which transformers does not know: it reads a
+        model with "prefix" as a causal one, and gets other logits.
 
-        ValueError for a kind of model, position scaling or activation that is not built here.
+        ValueError for a kind of model, position scaling, activation or attention that is not built here.
         """
         family = raw.get("model_type")
         if family not in ("gpt2", "llama"):
             raise ValueError(
                 f"expected model_type 'gpt2' or 'llama', got {family!r}; other architectures are not implemented"
             )
+        attention = raw.get("attention", "causal")
+        if attention not in ("causal", "prefix"):
+            raise ValueError(f"expected attention 'causal' or 'prefix', got {attention!r}")
         try:
-            return _gpt2(raw) if family == "gpt2" else _llama(raw)
+            return replace(_gpt2(raw) if family == "gpt2" else _llama(raw), attention=attention)
         except KeyError as error:
             raise ValueError(f"the key {error} is missing; it is needed for model_type {family!r}") from None
 

@@ -4,11 +4,14 @@ Tensors are read one at a time, each through its own short-lived mapping of the 
 twice.
 """
 
+import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from minikid.config import Config, read_json
 
@@ -97,6 +100,48 @@ def read_parameters(
         tensors = [_read(stored[part][0], stored[part][2], dtype) for part in parts]
         tensor = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
         yield name, tensor.t().contiguous() if transposed else tensor
+
+
+def write_parameters(path: Path, config: Config, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Write our parameters under their HF names as one file, in one step."""
+    tensors = {}
+    for name, parts, transposed in parameter_sources(config):
+        tensor = parameters[name].detach().cpu()
+        rows = [len(tensor)]
+        if len(parts) == 3:
+            rows = [config.num_heads * config.head_dim, *[config.num_kv_heads * config.head_dim] * 2]
+        elif len(parts) == 2:
+            rows = [config.intermediate_size] * 2
+        for part, block in zip(parts, tensor.split(rows), strict=True):
+            prefix = "transformer." if config.family == "gpt2" and part != "lm_head.weight" else ""
+            tensors[prefix + part] = (block.t() if transposed else block).contiguous()
+    with replacing(path) as temporary:
+        save_file(tensors, temporary, {"format": "pt"})
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary file that takes the place of `path` in one step when the block ends well; else it is removed.
+
+    OSError that says what stays when the disk is full.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        if os.name == "posix":  # the folder's entry as well
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+    except (OSError, SafetensorError) as error:
+        stays = "the old file stays as it was" if path.exists() else "there is none now"
+        raise OSError(f"cannot write {path} ({error}): {stays}; make room on the disk") from None
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _read(path: Path, name: str, dtype: torch.dtype) -> torch.Tensor:

@@ -166,7 +166,13 @@ class Attention(nn.Module):
         self.out = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=config.attention_bias)
 
     def forward(
-        self, x: Tensor, layer: int, cache: Cache | None, rotation: tuple[Tensor, Tensor] | None, mask: Tensor | None
+        self,
+        x: Tensor,
+        layer: int,
+        cache: Cache | None,
+        rotation: tuple[Tensor, Tensor] | None,
+        mask: Tensor | None,
+        causal: bool,
     ) -> Tensor:
         # [B, T, D] -> [B, T, D]
         B, T, _ = x.shape
@@ -177,11 +183,14 @@ class Attention(nn.Module):
         q, k = qk.split([self.heads, self.kv_heads], dim=1)
         if cache is not None:
             k, v = cache.append(layer, k, v)
-        # the G queries of a key-value head attend as if they were G * T positions: nothing is repeated in memory
-        q = q.reshape(B, self.kv_heads, -1, self.head_dim)  # [B, K, G * T, C]
-        if mask is not None and q.shape[2] > T:
-            mask = mask.repeat(1, 1, q.shape[2] // T, 1)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        if causal:  # the fast form, without a mask
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.kv_heads < self.heads)
+        else:
+            # the G queries of a key-value head attend as if they were G * T positions: nothing is repeated in memory
+            q = q.reshape(B, self.kv_heads, -1, self.head_dim)  # [B, K, G * T, C]
+            if mask is not None and q.shape[2] > T:
+                mask = mask.repeat(1, 1, q.shape[2] // T, 1)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         y = y.view(B, self.heads, T, self.head_dim).transpose(1, 2).reshape(B, T, -1)
         return self.out(y)
 
@@ -247,18 +256,32 @@ class GPT(nn.Module):
         """An empty cache for `batch` sequences."""
         return Cache(self.config, batch, self.device, self.dtype)
 
-    def forward(self, tokens: Tensor, cache: Cache | None = None, memory: WorkingMemory | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: Cache | None = None,
+        memory: WorkingMemory | None = None,
+        prefix: Tensor | None = None,
+    ) -> Tensor:
         """Logits of every position; with a cache, `tokens` continue what it holds and are added to it.
 
+        With `config.attention` "prefix", the tokens of a prompt see each other in both directions. The prompt is what
+        the first call on an empty cache reads; without a cache, the first `prefix[b]` tokens of row b (none: 0).
         With a memory, they are read with its passages in view (working_memory.py), from the cache's first token to its
         last. ValueError when the sequence would outgrow `config.max_positions`; the cache is unchanged then.
         """
-        # [B, T] -> [B, T, V]
-        return self.head(self.hidden(tokens, cache, memory))
+        # [B, T], [B] -> [B, T, V]
+        return self.head(self.hidden(tokens, cache, memory, prefix))
 
-    def hidden(self, tokens: Tensor, cache: Cache | None = None, memory: WorkingMemory | None = None) -> Tensor:
+    def hidden(
+        self,
+        tokens: Tensor,
+        cache: Cache | None = None,
+        memory: WorkingMemory | None = None,
+        prefix: Tensor | None = None,
+    ) -> Tensor:
         """The last layer's normalised states; `head` makes logits of those positions that are wanted."""
-        # [B, T] -> [B, T, D]
+        # [B, T], [B] -> [B, T, D]
         if memory is not None:
             cache = self.new_cache(len(tokens)) if cache is None else cache
             memory.write(cache)
@@ -285,23 +308,30 @@ class GPT(nn.Module):
             angles = position[:, None, :, None].float() * frequency  # [1 or B, 1, T, C/2]
             cos, sin = torch.cat([angles, angles], dim=-1).cos(), torch.cat([-angles, angles], dim=-1).sin()
             rotation = cos.to(self.dtype), sin.to(self.dtype)
-        mask = _causal_mask(slots, start)
+        whole = self.config.attention == "prefix" and cache is not None and past == 0  # a prompt: all see all
+        ragged = start is not None or (self.config.attention == "prefix" and cache is None and prefix is not None)
+        causal = past == 0 and T > 1 and not whole and not ragged
+        mask = None if whole or causal else _mask(slots, start, prefix if cache is None else None)
         if memory is not None and memory.slots:
             mask = _biased(mask, memory.bias, past + T, start)
         for layer, block in enumerate(self.blocks):
-            x = block(x, layer, cache, rotation, mask)
+            x = block(x, layer, cache, rotation, mask, causal)
         if cache is not None:
             cache.length += T
         return self.norm(x)
 
 
-def _causal_mask(slots: Tensor, start: Tensor | None) -> Tensor | None:
-    """True where a query may look: at its own slot and earlier ones, not into its row's padding. None: everywhere."""
-    # [T], [B] -> [1 or B, 1, T, S]
+def _mask(slots: Tensor, start: Tensor | None, prefix: Tensor | None) -> Tensor | None:
+    """True where a query may look: at its own slot, earlier ones and its row's prefix, not into its row's padding.
+    None: everywhere.
+    """
+    # [T], [B], [B] -> [1 or B, 1, T, S]
     if len(slots) == 1 and start is None:
         return None
     seen = torch.arange(int(slots[-1]) + 1, device=slots.device)
     mask = (seen[None, :] <= slots[:, None])[None, None]
+    if prefix is not None:
+        mask = mask | (seen < prefix[:, None])[:, None, None]
     return mask if start is None else mask & (seen >= start[:, None])[:, None, None]
 
 
