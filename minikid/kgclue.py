@@ -74,7 +74,7 @@ def _open(path: Path) -> TextIO:
     return gzip.open(path, "rt", encoding="utf-8-sig") if path.suffix == ".gz" else path.open(encoding="utf-8-sig")
 
 
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
+def numbered_lines(path: Path) -> Iterator[tuple[str, str]]:
     """(file:line, text) of each line that is not blank."""
     number = 0
     try:
@@ -92,7 +92,7 @@ def read_facts(path: str | Path) -> Iterator[Fact]:
     White space within a field is normalised, blank lines are skipped; ValueError names the file and the first line
     without exactly three fields.
     """
-    for where, line in _lines(Path(path)):
+    for where, line in numbered_lines(Path(path)):
         yield _fact(line.split("\t"), where)
 
 
@@ -108,7 +108,7 @@ def read_questions(path: str | Path) -> Iterator[Question]:
         with _open(path) as file:
             entries = ((f"{path}, entry {i}", entry) for i, entry in enumerate(_parse(file.read(), str(path))))
     else:
-        entries = ((where, _parse(line, where)) for where, line in _lines(path))
+        entries = ((where, _parse(line, where)) for where, line in numbered_lines(path))
     for number, (where, entry) in enumerate(entries):
         if not isinstance(entry, dict) or not all(isinstance(entry.get(k), str) for k in ("question", "answer")):
             raise ValueError(f'{where}: expected {{"id", "question", "answer"}} with text in both, got {entry!r}')

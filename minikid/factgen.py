@@ -1,0 +1,123 @@
+"""Variant II of rethinking with retrieval, fact generation (RR 5.3, A.4), and the inference that ends both variants.
+
+The paper takes a model for each step: questions, answers (UnifiedQA), statements, inference. Here the language model
+itself takes them all, each from a few examples.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from importlib import resources
+from typing import NamedTuple
+
+from minikid.chain import Chain, Demonstration, complete, cot_prompt, parse
+from minikid.model import GPT
+from minikid.rethink import T_C, T_E, Fact, Judge, premise_text
+from minikid.text import STOPWORDS
+from minikid.tokenizer import Tokenizer
+
+Ask = Callable[[Sequence[str]], list[str]]  # prompts to the line that each is completed with
+
+_ENTITY = re.compile(r"(?:[A-Z][\w'’.-]*\w|[A-Z]|\d[\d.,]*\d|\d)(?:[ -]?(?:[A-Z][\w'’.-]*\w|[A-Z]|\d[\d.,]*\d|\d))*")
+
+
+class Example(NamedTuple):
+    """One fact on its way, from which the prompts of all three steps are made."""
+
+    passage: str
+    fact: str
+    entity: str
+    question: str
+    answer: str
+    statement: str
+
+
+def read_examples() -> list[Example]:
+    """The package's."""
+    text = (resources.files("minikid") / "restatements.jsonl").read_text(encoding="utf-8")
+    return [Example(**json.loads(line)) for line in text.splitlines()]
+
+
+def entities(fact: str) -> list[str]:
+    """The names and numbers of a sentence, in order: runs of words with capitals and of figures.
+
+    A word that opens the sentence counts unless it is a stopword. A departure: the paper takes named entities.
+    """
+    found = []
+    for match in _ENTITY.finditer(fact):
+        first, _, rest = match[0].partition(" ")
+        name = rest if first.lower() in STOPWORDS else match[0]
+        if name and name.lower() not in STOPWORDS:
+            found.append(name)
+    return list(dict.fromkeys(found))
+
+
+def asker(model: GPT, tokenizer: Tokenizer, stops: Sequence[int], length: int = 40) -> Ask:
+    """Greedy completions, one line of at most `length` tokens each, by the model."""
+
+    def ask(prompts: Sequence[str]) -> list[str]:
+        rows = complete(model, [tokenizer.prompt(prompt, chat=False) for prompt in prompts], stops, length)
+        return [tokenizer.decode(row.tokens).strip() for row in rows]
+
+    return ask
+
+
+def _prompts(rows: Sequence[Example], asked: Sequence[str], wanted: str) -> list[str]:
+    """Few-shot prompts that show the fields `asked` of each row and end where the field `wanted` is to come."""
+
+    def block(row: Example) -> str:
+        return "\n".join(f"{name.capitalize()}: {getattr(row, name)}" for name in asked) + f"\n{wanted.capitalize()}:"
+
+    shown = "".join(f"{block(row)} {getattr(row, wanted)}\n\n" for row in read_examples())
+    return [shown + block(row) for row in rows]
+
+
+def restate(facts: Sequence[Fact], ask: Ask) -> list[tuple[str, str, str, str]]:
+    """(fact, question, answer, new statement) for each entity of each fact that has a premise, all steps in batches."""
+    rows = [
+        Example(premise_text(fact.premise), fact.text, entity, "", "", "")
+        for fact in facts
+        if fact.premise is not None
+        for entity in entities(fact.text)
+    ]
+    for asked, wanted in ((("fact", "entity"), "question"), (("passage", "question"), "answer")):
+        lines = ask(_prompts(rows, asked, wanted)) if rows else []
+        rows = [row._replace(**{wanted: line}) for row, line in zip(rows, lines, strict=True) if line]
+    lines = ask(_prompts(rows, ("question", "answer"), "statement")) if rows else []
+    return [(row.fact, row.question, row.answer, line) for row, line in zip(rows, lines, strict=True) if line]
+
+
+def generate_facts(facts: Sequence[Fact], selected: Sequence[Fact], ask: Ask, judge: Judge) -> list[Fact]:
+    """Variant II: facts of the best path, each in the form that the evidence supports best.
+
+    Facts i of `facts` (the best path's) and of `selected` (Variant I's) belong together. A new statement takes their
+    place if E >= T_e, C < T_c and E - C is greater than the selected fact's: our reading of "simple rules" (A.4).
+    """
+    restated = restate(facts, ask)
+    judged = judge([statement for *_, statement in restated])
+    chosen = []
+    for own, fact in zip(facts, selected, strict=True):
+        statements = [new for (source, *_), new in zip(restated, judged, strict=True) if source == own.text]
+        holding = [new for new in statements if new.entailment >= T_E and new.contradiction < T_C]
+        chosen.append(max([fact, *holding], key=lambda fact: fact.entailment - fact.contradiction))
+    return chosen
+
+
+def infer(
+    model: GPT,
+    tokenizer: Tokenizer,
+    demonstrations: Sequence[Demonstration],
+    question: str,
+    facts: Sequence[Fact],
+    stops: Sequence[int],
+    length: int,
+    chat: bool = False,
+) -> Chain:
+    """The answer that supporting facts lead to: greedy reasoning that begins with them (RR 5.3, "inference").
+
+    Equal facts stand once. A departure: the paper prefers UnifiedQA here, and compares it with this form (Table 7).
+    Without facts this is greedy chain-of-thought.
+    """
+    begun = " ".join(dict.fromkeys(fact.text for fact in facts))
+    row = complete(model, [cot_prompt(tokenizer, demonstrations, question, chat, begun)], stops, length)[0]
+    return parse(begun + tokenizer.decode(row.tokens))
