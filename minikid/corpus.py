@@ -74,7 +74,8 @@ def read_corpus(path: str | Path, tokenizer: Tokenizer, length: int, chat: bool,
 def read_texts(path: str | Path) -> Iterator[str]:
     """All text of a file of either kind, for training a tokenizer."""
     path = Path(path)
-    return (prompt + text for _, prompt, text in read_pairs(path)) if path.suffix == ".jsonl" else _pieces(path)
+    pairs = path.suffix == ".jsonl"
+    return (f"{prompt}{''.join(text)}" for _, prompt, text in read_pairs(path)) if pairs else _pieces(path)
 
 
 def _pieces(path: Path) -> Iterator[str]:
@@ -86,7 +87,7 @@ def _pieces(path: Path) -> Iterator[str]:
         raise ValueError(f"{path}: not UTF-8 ({error.reason}); convert the file") from None
 
 
-def read_pairs(path: str | Path) -> Iterator[tuple[str, str, str]]:
+def read_pairs(path: str | Path) -> Iterator[tuple[str, str, str | list[str]]]:
     """(place, prompt, completion) of each line that is not blank; ValueError names file and line of a bad one."""
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -95,17 +96,20 @@ def read_pairs(path: str | Path) -> Iterator[tuple[str, str, str]]:
             place = f"{path}:{number}"
             try:
                 entry = json.loads(line.decode("utf-8-sig"))
-                texts = [entry["prompt"], entry["completion"]]
-                "".join(texts).encode()  # half a surrogate pair cannot be encoded
+                prompt, completion = entry["prompt"], entry["completion"]
+                text = completion if isinstance(completion, str) else "".join(completion)
+                (prompt + text).encode()  # half a surrogate pair cannot be encoded
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 reason = f"{type(error).__name__}: {error}"
                 raise ValueError(
-                    f'{place}: expected a JSON object with strings "prompt" and "completion" ({reason})'
+                    f'{place}: expected a JSON object with a string "prompt" and a "completion", a string or a list of '
+                    f"strings ({reason})"
                 ) from None
-            for name, text in zip(("prompt", "completion"), texts, strict=True):
-                if not text:
-                    raise ValueError(f'{place}: expected some text in "{name}", it is empty')
-            yield place, *texts
+            if not prompt or not text:
+                raise ValueError(
+                    f"{place}: expected some text in both, prompt {prompt!r} and completion {completion!r}"
+                )
+            yield place, prompt, completion
 
 
 def _pairs(path: Path, tokenizer: Tokenizer, length: int, chat: bool) -> Corpus:

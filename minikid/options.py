@@ -8,13 +8,18 @@ from typing import Any
 
 import torch
 
-from minikid import store, weights
+from minikid import chain, store, weights
 from minikid.decode import KID, LookAhead, Sampler, Update
+from minikid.encoder import load_encoder
 from minikid.kgclue import build_trie as build_keys
 from minikid.kgclue import join_subject, read_facts
 from minikid.knowledge import FILE, KnowledgeTrie
+from minikid.model import GPT
+from minikid.nli import CrossEncoder, LanguageModelNLI
 from minikid.passages import Passage, PassageFile, holds_triples, read_passages
+from minikid.rethinker import Rethinker
 from minikid.retrieve import Retriever, make_retriever, open_retriever
+from minikid.templates import read_sentences
 from minikid.tokenizer import Tokenizer
 from minikid.trie import TokenTrie
 from minikid.triples import Triple
@@ -144,6 +149,32 @@ def add_decoding_options(parser: argparse.ArgumentParser) -> None:
     kid.add_argument("--window", type=count, metavar="N", help="w_max, concepts in the local memory")
 
 
+def add_rethink_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("rethinking with retrieval")
+    group.add_argument("--paths", type=positive, default=9, metavar="N", help="reasoning paths (default: %(default)s)")
+    group.add_argument("--path-temperature", type=float, default=0.7, metavar="T", help="default: %(default)s")
+    group.add_argument(
+        "--task", choices=chain.TASKS, default=chain.TASKS[0], help="which demonstrations (default: %(default)s)"
+    )
+    group.add_argument("--demos", metavar="FILE", help='others: JSON lines {"question": ..., "reasoning": ...}')
+    group.add_argument("--form", type=int, choices=(1, 2, 3), help="of faithfulness (default: 1; of temporal: 2)")
+    group.add_argument(
+        "--variant",
+        choices=("vote", "best", "selection", "generation"),
+        default="vote",
+        help="faithful voting, the single best path, or Variant I or II (default: %(default)s)",
+    )
+    group.add_argument("--nli", metavar="NAME|DIR", help="a cross-encoder of E and C (default: the model itself)")
+
+
+def positive(text: str) -> int:
+    """An argparse type: a whole number from 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected 1 or more, got {value}")
+    return value
+
+
 def count(text: str) -> int:
     """An argparse type: a whole number from 0."""
     value = int(text)
@@ -186,16 +217,40 @@ def make_kid(args: argparse.Namespace, knowledge: KnowledgeTrie, tokenizer: Toke
     )
 
 
-def separator_of(tokenizer: Tokenizer) -> int:
-    """The token between the fields of a trie's keys: [SEP], or else the first control token that is not eos.
+def make_rethinker(args: argparse.Namespace, model: GPT, tokenizer: Tokenizer) -> Rethinker:
+    """Plain few-shot prompts unless --chat asks for turns. ValueError for what cannot be read."""
+    return Rethinker(
+        model,
+        tokenizer,
+        load_encoder(args.encoder, args.device),
+        CrossEncoder.from_folder(args.nli, args.device) if args.nli else LanguageModelNLI(model, tokenizer),
+        chain.read_demonstrations(args.demos, args.task),
+        chain.line_ends(tokenizer),
+        chat=bool(args.chat),
+        form=args.form or (2 if args.task == "temporal" else 1),
+        paths=args.paths,
+        temperature=args.path_temperature,
+        length=args.max_new_tokens,
+    )
 
-    No text is encoded to either. ValueError for a tokenizer without one.
-    """
-    special = [token for _, token in sorted(tokenizer.special.items(), key=lambda item: (item[0] != "[SEP]", item[1]))]
-    free = [token for token in special if token not in tokenizer.eos_ids]
-    if not free:
+
+def open_evidence(args: argparse.Namespace) -> tuple[Retriever, str]:
+    """What finds premises in --knowledge, every kind of it as sentences; and, for --task table, the tables as text."""
+    files = [file for file in knowledge_of(args) if not Path(file).is_dir()]
+    if len(files) < len(knowledge_of(args)):
+        return open_knowledge(args)[0], ""
+    found = {file: list(read_sentences(file)) for file in files}
+    tables = [p.text for file, passages in found.items() if Path(file).suffix == ".json" for p in passages]
+    passages = [passage for some in found.values() for passage in some]
+    retriever = make_retriever(passages, args.retriever or "bm25", args.encoder, args.device)
+    return retriever, " ".join(tables) if args.task == "table" else ""
+
+
+def separator_of(tokenizer: Tokenizer) -> int:
+    """The token between the fields of a trie's keys, `Tokenizer.separator`; ValueError for a tokenizer without one."""
+    if tokenizer.separator is None:
         raise ValueError("this tokenizer has no control token beside eos that could separate the fields of a key")
-    return free[0]
+    return tokenizer.separator
 
 
 def make_look_ahead(trie: TokenTrie, tokenizer: Tokenizer, question: str, separator: int) -> LookAhead:

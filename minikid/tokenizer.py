@@ -63,6 +63,12 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return self._library.get_vocab_size()
 
+    @property
+    def separator(self) -> int | None:
+        """[SEP], or else the first control token that is not eos, if there is one; no text is encoded to either."""
+        control = sorted(self.special.items(), key=lambda item: (item[0] != "[SEP]", item[1]))
+        return next((token for _, token in control if token not in self.eos_ids), None)
+
     @cached_property
     def digest(self) -> str:
         """16 hexadecimal digits that tell this tokenizer from others, kept with what is made of its ids."""
@@ -96,15 +102,22 @@ class Tokenizer:
         """
         return self._ids(self._prompt_pieces(text, chat, system))
 
-    def example(self, prompt: str, completion: str, chat: bool) -> tuple[list[int], int]:
+    def example(self, prompt: str, completion: str | Sequence[str], chat: bool) -> tuple[list[int], int]:
         """Ids of a prompt, wrapped as by `prompt`, with its completion and an eos token, and the place of the first
         token that has anything of the completion.
 
         The text before the join and the completion are encoded as one text, so a token may span the join; it belongs
-        to the completion. ValueError for a tokenizer without eos.
+        to the completion. A list of texts becomes fields as in the keys of a trie: each encoded alone, with the
+        separator between two. ValueError for a tokenizer without the eos or the separator that it takes.
         """
         if not self.eos_ids:
             raise ValueError("this model names no eos token that could end a completion; give it one in config.json")
+        if not isinstance(completion, str):
+            if self.separator is None and len(completion) > 1:
+                raise ValueError("this tokenizer has no control token beside eos to stand between fields")
+            fields = [piece for field in completion for piece in (self.separator, field)][1:]
+            ids = self.prompt(prompt, chat)
+            return [*ids, *self._ids(fields), self.eos_ids[0]], len(ids)
         *head, last = self._prompt_pieces(prompt, chat)
         head, last = (head, last) if isinstance(last, str) else ([*head, last], "")
         joined = self._library.encode(last + completion, add_special_tokens=False)
