@@ -5,8 +5,6 @@ of DIR/NAME.jsonl, and a run that was stopped goes on from there. DIR/results.js
 """
 
 import argparse
-import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from minikid import metrics, options
 from minikid.decode import Generation, LittleKID, Vanilla, beam_search_batch, generate_batch, generate_on_cache, greedy
@@ -27,7 +24,7 @@ from minikid.knowledge import KnowledgeTrie
 from minikid.model import GPT, Tokenizer, load
 from minikid.passages import Passage
 from minikid.questions import Question, digest, read_questions
-from minikid.results import compare, kept_lines, table, write_results
+from minikid.results import compare, keep_lines, table, write_results
 
 Prompts = list[list[int]]
 
@@ -160,7 +157,7 @@ def fits(setup: Setup, question: Question) -> bool:
     return True
 
 
-def batches(questions: Sequence[Question], prompts: dict[int, list[int]], size: int) -> Iterator[list[Question]]:
+def alike(questions: Sequence[Question], prompts: dict[int, list[int]], size: int) -> Iterator[list[Question]]:
     """Batches of questions whose prompts are of like length, which saves padding; sorted within spans of 8 batches."""
     for start in range(0, len(questions), 8 * size):
         span = sorted(questions[start : start + 8 * size], key=lambda question: len(prompts[question.index]))
@@ -169,38 +166,32 @@ def batches(questions: Sequence[Question], prompts: dict[int, list[int]], size: 
 
 def run_decoder(setup: Setup, name: str, questions: Sequence[Question]) -> list[dict[str, Any]]:
     """The lines of all questions in their order; those that the file has not yet are made and added to it."""
-    settings = settings_of(setup.args, name)
-    path, fingerprint = setup.args.out / f"{name}.jsonl", digest(settings)
-    lines = kept_lines(path, fingerprint, questions)
-    todo = [question for question in questions if question.index not in lines]
-    prompts = {question.index: setup.prompt(question, settings["context"]) for question in todo}
-    bar = tqdm(total=len(questions), initial=len(questions) - len(todo), desc=name, unit="question")
-    with bar, path.open("a", encoding="utf-8") as file:
-        for batch in batches(todo, prompts, setup.args.batch_size):
-            began = time.perf_counter()
-            generations = DECODERS[name].decode(setup, batch, [prompts[question.index] for question in batch])
-            seconds = (time.perf_counter() - began) / len(batch)
-            for question, generation in zip(batch, generations, strict=True):
-                text = setup.tokenizer.decode(generation.tokens)
-                provenance = metrics.provenance_stems(KnowledgeTrie.from_text(question.ctxs).triples)
-                lines[question.index] = {
-                    "index": question.index,
-                    "id": question.id,
-                    "question": question.question,
+    settings, prompts = settings_of(setup.args, name), {}
+
+    def batches(todo: Sequence[Question]) -> Iterator[Sequence[Question]]:
+        prompts.update({question.index: setup.prompt(question, settings["context"]) for question in todo})
+        return alike(todo, prompts, setup.args.batch_size)
+
+    def make(batch: Sequence[Question]) -> list[dict[str, Any]]:
+        began = time.perf_counter()
+        generations = DECODERS[name].decode(setup, batch, [prompts[question.index] for question in batch])
+        seconds = (time.perf_counter() - began) / len(batch)  # an equal share
+        made = []
+        for question, generation in zip(batch, generations, strict=True):
+            text = setup.tokenizer.decode(generation.tokens)
+            provenance = metrics.provenance_stems(KnowledgeTrie.from_text(question.ctxs).triples)
+            made.append(
+                {
                     "text": text,
-                    "answers": question.answers,
                     "scores": metrics.score(text, question.answers, provenance),
                     "tokens": len(generation.tokens),
                     "forwarded": generation.forwarded,
-                    "seconds": seconds,  # an equal share of the batch's
-                    "settings": fingerprint,
-                    "record": question.digest,
+                    "seconds": seconds,
                 }
-                file.write(json.dumps(lines[question.index], ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-            bar.update(len(batch))
-    return [lines[question.index] for question in questions]
+            )
+        return made
+
+    return keep_lines(setup.args.out / f"{name}.jsonl", digest(settings), questions, batches, make)
 
 
 def note(text: str) -> None:

@@ -7,24 +7,55 @@ numbers of tokens; `seconds`; and what else a reader may want.
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from minikid import metrics
 from minikid.questions import Question
 
-_NO_LINE = dict.fromkeys(("index", "record", "settings", "scores", "tokens", "forwarded", "seconds"))
+FIELDS = ("index", "record", "settings", "scores", "tokens", "forwarded", "seconds")
 
 
-def kept_lines(path: Path, settings: str, questions: Sequence[Question]) -> dict[int, dict[str, Any]]:
+def keep_lines(
+    path: Path,
+    settings: str,
+    questions: Sequence[Question],
+    batches: Callable[[list[Question]], Iterable[Sequence[Question]]],
+    make: Callable[[Sequence[Question]], list[dict[str, Any]]],
+    fields: Sequence[str] = FIELDS,
+) -> list[dict[str, Any]]:
+    """The lines of all questions in their order; those that the file has not yet are made and added, batch by batch.
+
+    `batches` cuts the questions that are left, `make` gives a batch's lines less what tells question and settings.
+    """
+    lines = kept_lines(path, settings, questions, fields)
+    todo = [question for question in questions if question.index not in lines]
+    bar = tqdm(total=len(questions), initial=len(questions) - len(todo), desc=path.stem, unit="question")
+    with bar, path.open("a", encoding="utf-8") as file:
+        for batch in batches(todo):
+            for question, made in zip(batch, make(batch), strict=True):
+                about = {"index": question.index, "id": question.id, "question": question.question}
+                about |= {"answers": question.answers, "settings": settings, "record": question.digest}
+                lines[question.index] = about | made
+                file.write(json.dumps(lines[question.index], ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+            bar.update(len(batch))
+    return [lines[question.index] for question in questions]
+
+
+def kept_lines(
+    path: Path, settings: str | None, questions: Sequence[Question], fields: Sequence[str] = FIELDS
+) -> dict[int, dict[str, Any]]:
     """The lines of an earlier run by question number, none without a file; a last line that a kill tore is cut off.
 
-    ValueError, and the file is left alone, where a line was made with other settings, from another record than the
-    question's, or by another program.
+    ValueError, and the file is left alone, where a line was made with other settings (None: than the first), from
+    another record than the question's, or by another program, so that it lacks one of the fields.
     """
     if not path.exists():
         return {}
@@ -32,9 +63,11 @@ def kept_lines(path: Path, settings: str, questions: Sequence[Question]) -> dict
     records = {question.index: question.digest for question in questions}
     lines: dict[int, dict[str, Any]] = {}
     for number, raw in enumerate(whole, start=1):
-        line = _read_line(raw)
-        if line["settings"] != settings or line["record"] != records.get(line["index"], line["record"]):
-            came = "not a line of results" if line is _NO_LINE else "made with other settings or from other data"
+        line = _read_line(raw, fields)
+        if line is not None and settings is None:
+            settings = line["settings"]
+        if line is None or (line["settings"], line["record"]) != (settings, records.get(line["index"], line["record"])):
+            came = "not a line of results" if line is None else "made with other settings or from other data"
             raise ValueError(f"{path}:{number}: {came}; choose another --out, or move this file away")
         lines[line["index"]] = line
     if torn:
@@ -44,12 +77,12 @@ def kept_lines(path: Path, settings: str, questions: Sequence[Question]) -> dict
     return lines
 
 
-def _read_line(raw: bytes) -> dict[str, Any]:
+def _read_line(raw: bytes, fields: Sequence[str]) -> dict[str, Any] | None:
     try:
         line = json.loads(raw)
     except ValueError:
-        return _NO_LINE
-    return line if isinstance(line, dict) and line.keys() >= _NO_LINE.keys() else _NO_LINE
+        return None
+    return line if isinstance(line, dict) and line.keys() >= set(fields) else None
 
 
 def compare(runs: Mapping[str, Sequence[Mapping[str, Any]]], seed: int) -> dict[str, Any]:
