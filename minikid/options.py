@@ -253,12 +253,12 @@ def separator_of(tokenizer: Tokenizer) -> int:
     return tokenizer.separator
 
 
-def make_look_ahead(trie: TokenTrie, tokenizer: Tokenizer, question: str, separator: int) -> LookAhead:
-    """Look-ahead for a question; " river" in it is met by "river", as which a predicate begins."""
+def make_look_ahead(trie: TokenTrie, tokenizer: Tokenizer, question: str, separator: int, field: int = 1) -> LookAhead:
+    """Look-ahead for a question; " river" in it is met by "river", as which a predicate begins, `field` of a key."""
     tokens = tokenizer.encode(question)
     bare = {token: tokenizer.encode(tokenizer.decode([token]).lstrip(" ")) for token in tokens}
     alike = {token: ids[0] for token, ids in bare.items() if len(ids) == 1}
-    return LookAhead(trie, tokenizer.eos_ids, tokens, separator, alike=alike)
+    return LookAhead(trie, tokenizer.eos_ids, tokens, separator, field=field, alike=alike)
 
 
 def open_or_build_trie(
