@@ -8,7 +8,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -19,12 +19,14 @@ import torch
 
 from minikid import metrics, options
 from minikid.decode import Generation, LittleKID, Vanilla, beam_search_batch, generate_batch, generate_on_cache, greedy
+from minikid.filter import MEASURES, saving, with_context
 from minikid.generation import check_room
 from minikid.knowledge import KnowledgeTrie
 from minikid.model import GPT, Tokenizer, load
 from minikid.passages import Passage
 from minikid.questions import Question, digest, read_questions
 from minikid.results import compare, keep_lines, table, write_results
+from minikid.silver import filter_questions, oracle, passages_of, trained
 
 Prompts = list[list[int]]
 
@@ -36,12 +38,13 @@ class Setup:
     args: argparse.Namespace
     model: GPT
     tokenizer: Tokenizer
+    filtered: dict[int, list[Passage]] | None = None  # what --filter left, by a question's number
 
     def passages(self, question: Question) -> list[Passage]:
-        return question.ctxs[: self.args.k]
+        return question.ctxs[: self.args.k] if self.filtered is None else self.filtered[question.index]
 
     def prompt(self, question: Question, context: bool) -> list[int]:
-        text = options.with_context(question.question, self.passages(question)) if context else question.question
+        text = with_context(question.question, self.passages(question)) if context else question.question
         return self.tokenizer.prompt(text, bool(self.tokenizer.template) if self.args.chat is None else self.args.chat)
 
 
@@ -133,6 +136,7 @@ def settings_of(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """All that the generations of a decoder depend on, apart from the record and rounding."""
     context = DECODERS[name].context or args.context
     names = {*COMMON, *DECODERS[name].settings, *(["k"] if context else [])}
+    names |= {"filter"} if args.filter and "k" in names else set()
     return {"decoder": name, "context": context, **{key: getattr(args, key) for key in sorted(names)}}
 
 
@@ -144,6 +148,18 @@ def complain(args: argparse.Namespace, bad: ValueError) -> None:
     if not args.skip_bad:
         raise ValueError(f"{bad}; mend this record, or pass over such records with --skip-bad")
     note(f"skipped {bad}")
+
+
+def filter_passages(setup: Setup, questions: Sequence[Question]) -> list[dict[str, Any]]:
+    """The lines of DIR/filter.jsonl: what --filter leaves of each question's passages. Only a measure knows answers."""
+    args = setup.args
+    settings = {key: getattr(args, key) for key in ("filter", "k", "chat")}
+    if args.filter in MEASURES:
+        settings |= {"model": args.model, "dtype": args.dtype} if args.filter == "cxmi" else {}
+        run = oracle(args.filter, args.k, (setup.model, setup.tokenizer), chat=args.chat)
+    else:
+        run = trained(load(args.filter, args.device, options.DTYPES[args.dtype]), args.k, args.chat)
+    return filter_questions(args.out / "filter.jsonl", questions, settings, run, args.k)
 
 
 def fits(setup: Setup, question: Question) -> bool:
@@ -208,6 +224,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--beams", type=options.count, default=5, metavar="N", help="of beam search (default: 5)")
     parser.add_argument("-k", type=options.count, metavar="K", help="only the first K passages of each question")
     parser.add_argument("--context", action="store_true", help="put the passages into the prompts of all decoders")
+    options.add_filter_option(parser, "measures, which know the answers, are oracles")
     parser.add_argument("--skip-bad", action="store_true", help="pass over records that cannot be used")
     options.add_model_options(parser)
     options.add_decoding_options(parser)
@@ -223,6 +240,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if getattr(args, name) == 0:
             parser.error(f"--{name.replace('_', '-')}: expected 1 or more")
     try:
+        options.check_filter(args.filter)
         return options.settle(args)
     except ValueError as error:
         parser.error(str(error))
@@ -232,10 +250,15 @@ def run(args: argparse.Namespace) -> None:
     metrics.load_scorers()  # where they are missing, say so before the work
     questions = list(islice(read_questions(args.data, partial(complain, args)), args.limit))
     setup = Setup(args, *load(args.model, args.device, options.DTYPES[args.dtype]))
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.filter:
+        lines = filter_passages(setup, questions)
+        note(f"--filter {args.filter}: {saving([line['words'] for line in lines], [line['found'] for line in lines])}")
+        left = {question.index: passages_of(line) for question, line in zip(questions, lines, strict=True)}
+        setup = replace(setup, filtered=left)
     questions = [question for question in questions if fits(setup, question)]
     if not questions:
         raise ValueError(f"{args.data}: no questions; expected JSON lines, or one array, of records")
-    args.out.mkdir(parents=True, exist_ok=True)
     results = compare({name: run_decoder(setup, name, questions) for name in args.decoders}, args.seed)
     results["settings"] = {name: settings_of(args, name) for name in args.decoders}
     write_results(args.out / "results.json", results)

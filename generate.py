@@ -21,6 +21,7 @@ from minikid.decode import (
     generate_on_cache,
     greedy,
 )
+from minikid.filter import MEASURES, Reader, filter_by_model, saving, select, with_context, word_counts
 from minikid.knowledge import KnowledgeTrie
 from minikid.model import GPT, Tokenizer, load
 from minikid.passages import Passage
@@ -41,6 +42,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     prompt.add_argument("--prompt-file", metavar="F", help="a UTF-8 text file; - for standard input")
     prompt.add_argument("stdin", nargs="?", choices=["-"], metavar="-", help="the prompt from standard input")
     options.add_knowledge_options(parser)
+    options.add_filter_option(parser, "a measure needs --answer")
+    parser.add_argument("--answer", nargs="+", metavar="TEXT", help="gold answers, for the measures of --filter alone")
     options.add_model_options(parser)
     options.add_decoding_options(parser)
     parser.add_argument("--num-samples", type=options.count, default=1, metavar="N", help="default: %(default)s")
@@ -57,7 +60,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-lookahead", action="store_true", help="of trie: the prefix tree alone")
     parser.add_argument("--json", action="store_true", help="one JSON object per generation on standard output")
     args = parser.parse_args(argv)
+    if args.filter and args.decoder in ("trie", "ewe", "rr"):
+        parser.error(f"--filter: the passages of --decoder {args.decoder} are not filtered; choose another decoder")
+    if bool(args.answer) != (args.filter in MEASURES):
+        parser.error(
+            "--filter strinc, lexical and cxmi choose by the gold answers: they need --answer TEXT, and nothing else "
+            "does; where the answer is unknown, give the folder of a trained model: --filter DIR"
+        )
     try:
+        options.check_filter(args.filter)
         options.settle(args)
         args.question = read_prompt(args)
     except (ValueError, OSError) as error:
@@ -101,6 +112,17 @@ def retrieve(args: argparse.Namespace) -> tuple[list[Passage], list[Triple]]:
     """The passages for the prompt, best first, and the triples of --knowledge."""
     retriever, triples = options.open_knowledge(args)
     return [hit.passage for hit in retriever.search(args.question, args.k)], triples
+
+
+def narrow(args: argparse.Namespace, reader: Reader, passages: list[Passage]) -> list[Passage]:
+    """What --filter leaves of the passages."""
+    if args.filter in MEASURES:
+        left = select(args.filter, passages, args.question, args.answer, reader, chat=args.chat)
+    else:
+        trained = load(args.filter, args.device, options.DTYPES[args.dtype])
+        left = filter_by_model(trained, [(args.question, passages)], args.chat)[0]
+    note(f"--filter {args.filter}: {saving([word_counts(passages, left)], [left.found])}")
+    return left.passages
 
 
 def build_knowledge(args: argparse.Namespace, passages: list[Passage], triples: list[Triple]) -> KnowledgeTrie:
@@ -175,8 +197,10 @@ def run(args: argparse.Namespace) -> None:
     began = time.perf_counter()
     passages, triples = ([], []) if args.trie and not args.context else retrieve(args)
     model, tokenizer = load(args.model, args.device, options.DTYPES[args.dtype])
+    if args.filter:
+        passages = narrow(args, (model, tokenizer), passages)
     chat = tokenizer.template is not None if args.chat is None else args.chat
-    text = options.with_context(args.question, passages) if args.context else args.question
+    text = with_context(args.question, passages) if args.context else args.question
     prompt = tokenizer.prompt(text, chat)
     policy = make_policy(args, tokenizer, passages, triples)
     stream = Stream(tokenizer, sys.stdout.isatty() and "NO_COLOR" not in os.environ)

@@ -11,6 +11,7 @@ import torch
 from minikid import chain, store, weights
 from minikid.decode import KID, LookAhead, Sampler, Update
 from minikid.encoder import load_encoder
+from minikid.filter import MEASURES
 from minikid.kgclue import build_trie as build_keys
 from minikid.kgclue import join_subject, read_facts
 from minikid.knowledge import FILE, KnowledgeTrie
@@ -104,6 +105,21 @@ def add_knowledge_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--encoder", default=weights.ENCODER, metavar="NAME|DIR", help="of dense and hybrid, BERT")
     group.add_argument("-k", type=count, default=5, help="passages to retrieve (default: %(default)s)")
     group.add_argument("--context", action="store_true", help="put the passages into the prompt as well")
+
+
+def add_filter_option(parser: argparse._ActionsContainer, about: str) -> None:
+    parser.add_argument(
+        "--filter",
+        metavar="|".join((*MEASURES, "DIR")),
+        help="FILCO: of the passages leave one sentence, chosen by a measure or written by the trained model in DIR; "
+        + about,
+    )
+
+
+def check_filter(name: str | None) -> None:
+    """ValueError unless --filter is a measure or a folder."""
+    if name and name not in MEASURES and not Path(name).is_dir():
+        raise ValueError(f"--filter: expected {', '.join(MEASURES)} or the folder of a trained model, got {name!r}")
 
 
 def add_decoding_options(parser: argparse.ArgumentParser) -> None:
@@ -331,11 +347,3 @@ def open_or_build_knowledge(folder: Path, files: Sequence[str | Path]) -> tuple[
 def build_trie(passages: Sequence[Passage], triples: Sequence[Triple]) -> KnowledgeTrie:
     """G_ext of passages, whose triples are extracted, and of ready-made triples."""
     return KnowledgeTrie.from_triples([*KnowledgeTrie.from_text(passages).triples, *triples])
-
-
-def with_context(question: str, passages: Sequence[Passage]) -> str:
-    """The prompt of retrieval-augmented generation: the passages, best first, then the question."""
-    if not passages:
-        return question
-    blocks = [f"{passage.title}: {passage.text}" if passage.title else passage.text for passage in passages]
-    return "\n\n".join(["Answer the question using these passages.", *blocks, f"Question: {question}"])

@@ -13,6 +13,7 @@ from tiny import TEMPLATE, write_folder
 import evaluate
 from minikid import metrics, options
 from minikid.decode import Generation, LittleKID, Vanilla, beam_search, generate, generate_on_cache, greedy
+from minikid.filter import with_context
 from minikid.knowledge import KnowledgeTrie
 from minikid.model import load
 from minikid.passages import Passage
@@ -103,7 +104,7 @@ def test_each_generation_is_the_one_that_its_decoder_gives_alone(run, model_fold
     for i, record in enumerate(RECORDS):
         passages = [Passage("", ctx["title"], ctx["text"]) for ctx in record["ctxs"][:1]]
         plain = tokenizer.prompt(record["question"], chat=False)
-        rich = tokenizer.prompt(options.with_context(record["question"], passages), chat=False)
+        rich = tokenizer.prompt(with_context(record["question"], passages), chat=False)
         trie = KnowledgeTrie.from_text(passages)
         kid = options.make_kid(settings, trie, tokenizer, record["question"])
 
