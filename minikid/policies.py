@@ -9,7 +9,7 @@ Algorithm 1 is applied.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,6 +21,7 @@ from minikid.knowledge import KnowledgeTrie
 from minikid.memory import LocalMemory, complete_words
 from minikid.text import is_content, words
 from minikid.tokenizer import Tokenizer
+from minikid.triples import RELATED
 
 COPULAS = ("is", "are", "was", "were")
 SHORTEST_LEAD = 3  # tokens of "subject relation" that the text must end in: "of Mongolia is"
@@ -97,6 +98,27 @@ class Spelling:
 
 
 @dataclass(frozen=True)
+class Lead:
+    """The way to a value along its edge: the tokens of "subject relation"."""
+
+    tokens: Path
+    subject: int  # how many of them are the subject's; 0: the relation is not demonstrated
+
+    def endings(self) -> Iterator[tuple[Path, int]]:
+        """Ends of it that text may have written, with how many tokens of each it takes to demonstrate the next one.
+
+        The subject's last two tokens, or its only one, demonstrate the relation; the last three of the whole, the
+        value.
+        """
+        for i in range(len(self.tokens)):
+            held = self.subject - i  # of the subject's tokens
+            if held >= 2 or held == self.subject == 1:
+                yield self.tokens[i:], held
+            elif len(self.tokens) - i >= SHORTEST_LEAD:
+                yield self.tokens[i:], len(self.tokens) - i
+
+
+@dataclass(frozen=True)
 class Paths:
     """Values by hop as token paths: what continues a path from inside, and what begins one."""
 
@@ -108,14 +130,14 @@ class Paths:
 
     @classmethod
     def of(
-        cls, hops: Sequence[Sequence[str]], spell: Mapping[str, Spelling], leads: Mapping[str, Sequence[Path]]
+        cls, hops: Sequence[Sequence[str]], spell: Mapping[str, Spelling], leads: Mapping[str, Sequence["Lead"]]
     ) -> "Paths":
         found = [(hop, value, spell[value]) for hop, values in enumerate(hops) for value in values if value in spell]
         behind = [
-            (hop, value, (*lead[i:], path.spaced[0]), len(lead) - i)
+            (hop, value, (*tokens, path.spaced[0]), shortest)
             for hop, value, path in found
             for lead in leads.get(value, ())
-            for i in range(len(lead) - SHORTEST_LEAD + 1)
+            for tokens, shortest in lead.endings()
         ]
         spaced = _continuations([*((hop, value, path.spaced, 1) for hop, value, path in found), *behind])
         bare = _continuations((hop, value, path.bare, 1) for hop, value, path in found)
@@ -148,11 +170,11 @@ class KID:
     `demonstrations` says how a value, which is a phrase, becomes tokens. "bag" (the paper): every token of every value.
     "path" (ours): if the text ends inside a value, the tokens that continue it; else the first tokens of the values
     that the text has not completed. "edge" (ours): the same with the paths of the trie, which run from the subject over
-    the relation to the value, so that text that ends in "capital of Mongolia is" demonstrates that edge's value alone;
-    "is" is read both ways; values that the text has completed do not continue, and those whose first word is a number
-    or a stopword do not begin one. Values are spelt as they stand in a sentence, with a leading space, except where the
-    text ends in white space or an opening bracket. `question` is the text whose concepts fill G_loc first, the prompt
-    if it is not given.
+    the relation to the value: text that ends in "capital of Mongolia" demonstrates " is", and text that ends in
+    "capital of Mongolia is" that edge's value alone; "is" is read both ways from there; values that the text has
+    completed do not continue, and those whose first word is a number or a stopword do not begin one. Values are spelt
+    as they stand in a sentence, with a leading space, except where the text ends in white space or an opening bracket.
+    `question` is the text whose concepts fill G_loc first, the prompt if it is not given.
 
     `reach` (ours; 0: off) keeps the beginnings of values out of D unless they are among pi's `reach` most probable
     tokens: a large sigma then makes the text take up knowledge where the model sees room for it, and follow it to the
@@ -274,13 +296,14 @@ def _spell(values: Iterable[str], tokenizer: Tokenizer) -> dict[str, Spelling]:
     return {value: spelling for value, spelling in spellings.items() if spelling.spaced and spelling.bare}
 
 
-def _leads(knowledge: KnowledgeTrie, tokenizer: Tokenizer) -> dict[str, list[Path]]:
-    """Value -> the tokens of each "subject relation" that leads to it."""
-    leads: dict[str, list[Path]] = {}
+def _leads(knowledge: KnowledgeTrie, tokenizer: Tokenizer) -> dict[str, list[Lead]]:
+    """Value -> the ways that lead to it. "Related to", which no text says, is not followed from the subject on."""
+    leads: dict[str, list[Lead]] = {}
     for subject, relation, value in knowledge.triples:
-        leads.setdefault(value, []).append(tuple(tokenizer.encode(f" {subject} {relation}")))
+        tokens, said = tuple(tokenizer.encode(f" {subject} {relation}")), relation != RELATED
+        leads.setdefault(value, []).append(Lead(tokens, len(tokenizer.encode(f" {subject}")) if said else 0))
         if relation in COPULAS:
-            leads.setdefault(subject, []).append(tuple(tokenizer.encode(f" {value} {relation}")))
+            leads.setdefault(subject, []).append(Lead(tuple(tokenizer.encode(f" {value} {relation}")), 0))
     return leads
 
 

@@ -29,7 +29,8 @@ VALUES = [
     "🙂",
 ]
 INNER = ("1990", "19", "1991", "the Tuul river", "🙂")  # values that begin with a number, a stopword, or no word
-TRIPLES = st.lists(st.tuples(st.sampled_from(NAMES), st.just("is"), st.sampled_from(VALUES)), max_size=8)
+RELATIONS = ["is", "has", "related to"]
+TRIPLES = st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from(RELATIONS), st.sampled_from(VALUES)), max_size=8)
 TOKENIZER = byte_tokenizer()
 SIZE = TOKENIZER.vocab_size
 PLAIN = torch.zeros(SIZE)
@@ -40,7 +41,9 @@ def texts(draw, max_parts=6):
     """Token lists that stray in and out of values: whole ones, beginnings, other tokens, in both spellings."""
     tokens = []
     for _ in range(draw(st.integers(0, max_parts))):
-        path = TOKENIZER.encode(draw(st.sampled_from(["", " ", "(", " 2"])) + draw(st.sampled_from(VALUES)))
+        path = TOKENIZER.encode(
+            draw(st.sampled_from(["", " ", "(", " 2"])) + draw(st.sampled_from([*VALUES, "river has", "Tuul is"]))
+        )
         tokens += path[: draw(st.integers(0, len(path)))]
         tokens += draw(st.lists(st.sampled_from(TOKENIZER.encode(" is. 0a")), max_size=2))
     return tokens
@@ -88,10 +91,23 @@ class Literal:
         )
 
     def led_to(self, value, suffix):
-        """Whether the suffix, of three tokens or more, ends a subject and relation that lead to the value."""
-        leads = [f" {s} {r}" for s, r, o in self.knowledge.triples if o == value]
-        leads += [f" {o} {r}" for s, r, o in self.knowledge.triples if s == value and r in ("is", "are", "was", "were")]
-        return len(suffix) >= 3 and any(TOKENIZER.encode(lead)[-len(suffix) :] == suffix for lead in leads)
+        """What follows the suffix on the way "subject relation value": the relation behind two tokens of the subject,
+        or its only one; the value's first token behind any three.
+        """
+        found, first = set(), TOKENIZER.encode(" " + value)[0]
+        ways = [(s, r, True) for s, r, o in self.knowledge.triples if o == value]
+        ways += [
+            (o, r, False) for s, r, o in self.knowledge.triples if s == value and r in ("is", "are", "was", "were")
+        ]
+        for subject, relation, forward in ways:
+            way, n = [*TOKENIZER.encode(f" {subject} {relation}"), first], len(TOKENIZER.encode(f" {subject}"))
+            for end in range(1, len(way)):
+                start = end - len(suffix)
+                if start >= 0 and way[start:end] == suffix:
+                    from_subject = forward and relation != "related to" and end >= n and n - start >= min(2, n)
+                    if from_subject or (end == len(way) - 1 and len(suffix) >= 3):
+                        found.add(way[end])
+        return found
 
     def edge(self, tokens):
         return self.path(tokens, edges=True)
@@ -110,9 +126,10 @@ class Literal:
                     if path[: len(suffix)] == suffix and len(path) > len(suffix)
                 }
                 | {
-                    TOKENIZER.encode(" " + value)[0]
+                    token
                     for value in values
-                    if edges and not self.completed(value, tokens) and self.led_to(value, suffix)
+                    if edges and not self.completed(value, tokens)
+                    for token in self.led_to(value, suffix)
                 }
                 for values in demonstrations
             ]
