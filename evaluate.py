@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from minikid import metrics, options
+from minikid import metrics, options, weights
+from minikid.chain import accuracy
 from minikid.decode import Generation, LittleKID, Vanilla, beam_search_batch, generate_batch, generate_on_cache, greedy
 from minikid.filter import MEASURES, saving, with_context
 from minikid.generation import check_room
@@ -26,6 +27,9 @@ from minikid.model import GPT, Tokenizer, load
 from minikid.passages import Passage
 from minikid.questions import Question, digest, read_questions
 from minikid.results import compare, keep_lines, table, write_results
+from minikid.rethink import most_consistent
+from minikid.rethinker import Rethinker
+from minikid.retrieve import BM25
 from minikid.silver import filter_questions, oracle, passages_of, trained
 
 Prompts = list[list[int]]
@@ -38,6 +42,7 @@ class Setup:
     args: argparse.Namespace
     model: GPT
     tokenizer: Tokenizer
+    rethinker: Rethinker | None = None  # of the decoders that reason
     filtered: dict[int, list[Passage]] | None = None  # what --filter left, by a question's number
 
     def passages(self, question: Question) -> list[Passage]:
@@ -57,10 +62,12 @@ def generator_of(setup: Setup, question: Question) -> torch.Generator:
     return torch.Generator().manual_seed(int(seed.generate_state(1, np.uint64)[0]))
 
 
-def draw(setup: Setup, questions: Sequence[Question], prompts: Prompts, policies) -> list[Generation]:
+def draw(
+    setup: Setup, questions: Sequence[Question], prompts: Prompts, policies, decoder: str = "sample"
+) -> list[Generation]:
     """One sample per question."""
     generators = [generator_of(setup, question) for question in questions]
-    sampler, length = options.make_sampler(setup.args), setup.args.max_new_tokens
+    sampler, length = options.make_sampler(setup.args, decoder), setup.args.max_new_tokens
     return generate_batch(setup.model, prompts, policies, sampler, max_new_tokens=length, generators=generators)
 
 
@@ -85,7 +92,7 @@ def beam(setup: Setup, questions: Sequence[Question], prompts: Prompts) -> list[
 def little_kid(setup: Setup, questions: Sequence[Question], prompts: Prompts) -> list[Generation]:
     update = options.make_update(setup.args)
     tries = [KnowledgeTrie.from_text(setup.passages(question)) for question in questions]
-    return draw(setup, questions, prompts, [LittleKID(trie, setup.tokenizer, update) for trie in tries])
+    return draw(setup, questions, prompts, [LittleKID(trie, setup.tokenizer, update) for trie in tries], "little-kid")
 
 
 def kid(setup: Setup, questions: Sequence[Question], prompts: Prompts) -> list[Generation]:
@@ -100,14 +107,49 @@ def kid(setup: Setup, questions: Sequence[Question], prompts: Prompts) -> list[G
                 setup.model,
                 prompt,
                 policy,
-                options.make_sampler(setup.args),
+                options.make_sampler(setup.args, "kid"),
                 steps=setup.args.steps,
                 max_new_tokens=setup.args.max_new_tokens,
                 generator=generator_of(setup, question),
             )
             for question, prompt, policy in zip(questions, prompts, policies, strict=True)
         ]
-    return draw(setup, questions, prompts, policies)
+    return draw(setup, questions, prompts, policies, "kid")
+
+
+def paths_of(setup: Setup, question: Question) -> list[Generation]:
+    """The same reasoning paths for every decoder."""
+    return setup.rethinker.sample(question.question, generator_of(setup, question).initial_seed() // 2)
+
+
+def said(setup: Setup, text: str, rows: Sequence[Generation]) -> Generation:
+    """A text that stands for all of its question's paths."""
+    return Generation(tokens=setup.tokenizer.encode(text), forwarded=sum(row.forwarded for row in rows))
+
+
+def cot(setup: Setup, questions: Sequence[Question], prompts: Prompts) -> list[Generation]:
+    rows = [setup.rethinker.greedy(question.question) for question in questions]
+    return [said(setup, setup.rethinker.text(row), [row]) for row in rows]
+
+
+def self_consistency(setup: Setup, questions: Sequence[Question], prompts: Prompts) -> list[Generation]:
+    """The first path with the most frequent answer."""
+    found = []
+    for question in questions:
+        rows = paths_of(setup, question)
+        text = most_consistent([setup.rethinker.text(row) for row in rows])
+        found.append(said(setup, text, rows))
+    return found
+
+
+def rr(setup: Setup, questions: Sequence[Question], prompts: Prompts) -> list[Generation]:
+    """The reasoning that answers; `forwarded` counts the paths, not the scores or what variants generate."""
+    found, rethinker = [], setup.rethinker
+    for question in questions:
+        rows, judge = paths_of(setup, question), rethinker.judge(BM25(setup.passages(question)))
+        chain = rethinker.conclude(question.question, rethinker.rethink(rows, judge), judge, setup.args.variant)[0]
+        found.append(said(setup, chain.text if chain else "", rows))
+    return found
 
 
 @dataclass(frozen=True)
@@ -119,8 +161,9 @@ class Decoder:
 
 COMMON = ("model", "dtype", "chat", "max_new_tokens")
 SAMPLE = ("seed", "temperature", "top_k", "top_p")
-UPDATE = (*SAMPLE, "k", "reward", "optimiser", "rule", "sigma", "beta", "steps", "lr")
+UPDATE = (*SAMPLE, "kid_temperature", "k", "reward", "optimiser", "rule", "sigma", "beta", "steps", "lr")
 KNOWLEDGE = (*UPDATE, "demonstrations", "reach", "hops", "window")
+PATHS = ("seed", "task", "demos", "paths", "path_temperature")
 DECODERS = {  # in the order of the table of results
     "greedy": Decoder(most_probable),
     "sample": Decoder(sample, SAMPLE),
@@ -129,6 +172,9 @@ DECODERS = {  # in the order of the table of results
     "little-kid": Decoder(little_kid, UPDATE),
     "kid": Decoder(kid, KNOWLEDGE),
     "kid-rag": Decoder(kid, KNOWLEDGE, context=True),
+    "cot": Decoder(cot, ("task", "demos")),
+    "self-consistency": Decoder(self_consistency, PATHS),
+    "rr": Decoder(rr, (*PATHS, "k", "form", "variant", "nli", "encoder")),
 }
 
 
@@ -167,6 +213,8 @@ def fits(setup: Setup, question: Question) -> bool:
     try:
         for context in sorted({setup.args.context or DECODERS[name].context for name in setup.args.decoders}):
             check_room(setup.model, setup.prompt(question, context), setup.args.max_new_tokens)
+        if setup.rethinker:
+            check_room(setup.model, setup.rethinker.prompt(question.question), setup.args.max_new_tokens)
     except ValueError as error:
         complain(setup.args, ValueError(f"{question.place}: {error}"))
         return False
@@ -199,7 +247,7 @@ def run_decoder(setup: Setup, name: str, questions: Sequence[Question]) -> list[
             made.append(
                 {
                     "text": text,
-                    "scores": metrics.score(text, question.answers, provenance),
+                    "scores": metrics.score(text, question.answers, provenance) | accuracy(text, question.answers),
                     "tokens": len(generation.tokens),
                     "forwarded": generation.forwarded,
                     "seconds": seconds,
@@ -228,6 +276,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--skip-bad", action="store_true", help="pass over records that cannot be used")
     options.add_model_options(parser)
     options.add_decoding_options(parser)
+    options.add_rethink_options(parser)
+    parser.add_argument("--encoder", default=weights.ENCODER, metavar="NAME|DIR", help="of rr's similarities")
     parser.set_defaults(max_new_tokens=60)
     args = parser.parse_args(argv)
     args.decoders = list(dict.fromkeys(name.strip() for name in args.decoders.split(",")))
@@ -249,7 +299,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> None:
     metrics.load_scorers()  # where they are missing, say so before the work
     questions = list(islice(read_questions(args.data, partial(complain, args)), args.limit))
-    setup = Setup(args, *load(args.model, args.device, options.DTYPES[args.dtype]))
+    model, tokenizer = load(args.model, args.device, options.DTYPES[args.dtype])
+    reasons = {"cot", "self-consistency", "rr"}.intersection(args.decoders)
+    rethinker = options.make_rethinker(args, model, tokenizer, judges="rr" in reasons) if reasons else None
+    setup = Setup(args, model, tokenizer, rethinker)
     args.out.mkdir(parents=True, exist_ok=True)
     if args.filter:
         lines = filter_passages(setup, questions)

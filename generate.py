@@ -25,10 +25,11 @@ from minikid.filter import MEASURES, Reader, filter_by_model, saving, select, wi
 from minikid.knowledge import KnowledgeTrie
 from minikid.model import GPT, Tokenizer, load
 from minikid.passages import Passage
+from minikid.rethinker import as_record, as_text
 from minikid.triples import Triple
 
 PROMPT = "Does marijuana impair driving ability?"
-DECODERS = ("greedy", "sample", "beam", "kid", "little-kid", "trie")
+DECODERS = ("greedy", "sample", "beam", "kid", "little-kid", "trie", "rr")
 COLOUR, PLAIN = "\x1b[36m", "\x1b[0m"
 
 
@@ -46,6 +47,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--answer", nargs="+", metavar="TEXT", help="gold answers, for the measures of --filter alone")
     options.add_model_options(parser)
     options.add_decoding_options(parser)
+    options.add_rethink_options(parser)
     parser.add_argument("--num-samples", type=options.count, default=1, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--beams", type=options.count, default=5, metavar="B", help="of beam and trie (default: %(default)s)"
@@ -247,11 +249,37 @@ def run_trie(args: argparse.Namespace) -> None:
                 print(f"{kgclue.join_subject(fields[0], fields[2])} ||| {fields[1]} ||| {value}", flush=True)
 
 
+def run_rethink(args: argparse.Namespace) -> None:
+    """Reasoning paths and what the evidence says about them: the answer, its reasoning, each fact's premise, votes."""
+    began = time.perf_counter()
+    retriever, tables = options.open_evidence(args)
+    model, tokenizer = load(args.model, args.device, options.DTYPES[args.dtype])
+    rethinker = options.make_rethinker(args, model, tokenizer)
+    question = f"{tables} {args.question}".lstrip()
+    judge = rethinker.judge(retriever)
+    rows = rethinker.sample(question, args.seed)
+    found = rethinker.rethink(rows, judge)
+    chain, facts = rethinker.conclude(question, found, judge, args.variant)
+    answer = chain and chain.answer
+    if args.json:
+        record = {"prompt": args.question, "decoder": "rr", "seed": args.seed, "variant": args.variant}
+        record |= as_record(found) | {
+            "answer": answer,
+            "text": chain and chain.text,
+            "support": [f.text for f in facts],
+        }
+        print(json.dumps(record, ensure_ascii=False), flush=True)
+    else:
+        print(f"{answer or 'no answer'}\n\n{as_text(found, chain.text if chain else '', facts)}", flush=True)
+    seconds = time.perf_counter() - began
+    note(f"{len(rows)} paths, {sum(row.forwarded for row in rows)} tokens forwarded for them, {seconds:.1f} s in all")
+
+
 def generate_rows(args: argparse.Namespace, model: GPT, prompt: list[int], policy, on_token) -> list[Generation]:
     n, length = args.num_samples, args.max_new_tokens
     if args.decoder == "beam":
         return beam_search(model, prompt, policy, args.beams, max_new_tokens=length)[:n]
-    sampler = greedy if args.decoder == "greedy" else options.make_sampler(args)
+    sampler = greedy if args.decoder == "greedy" else options.make_sampler(args, args.decoder)
     generators = [torch.Generator().manual_seed(args.seed + i) for i in range(n)]
     if args.decoder == "kid" and args.optimiser == "cache":
         keywords = {"steps": args.steps, "max_new_tokens": length, "on_token": on_token}
@@ -270,7 +298,7 @@ def generate_rows(args: argparse.Namespace, model: GPT, prompt: list[int], polic
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     try:
-        run_trie(args) if args.decoder == "trie" else run(args)
+        {"trie": run_trie, "rr": run_rethink}.get(args.decoder, run)(args)
     except (ValueError, OSError) as error:
         note(f"generate.py: error: {error}")
         return 1

@@ -33,12 +33,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "reward": "log-sum",
         "optimiser": "exact",
         "rule": "solve",
-        "sigma": 3.0,
+        "sigma": 1.5,
         "beta": 1.0,
         "demonstrations": "edge",
         "reach": 20,
         "hops": 2,
         "window": 4,
+        "kid_temperature": 0.5,
         "top_k": 20,
         "top_p": 0.9,
     },
@@ -52,6 +53,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "reach": 0,
         "hops": 4,
         "window": 4,
+        "kid_temperature": 1.0,
         "top_k": 20,
         "top_p": 0.9,
     },
@@ -65,6 +67,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "reach": 0,
         "hops": 1,
         "window": 4,
+        "kid_temperature": 1.0,
         "top_k": 20,
         "top_p": 0.92,
     },
@@ -126,7 +129,7 @@ def add_decoding_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("decoding")
     group.add_argument("--max-new-tokens", type=count, default=80, metavar="N", help="default: %(default)s")
     group.add_argument("--seed", type=int, default=0, help="sample i draws with seed + i (default: %(default)s)")
-    group.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: %(default)s)")
+    group.add_argument("--temperature", type=float, help="0 is greedy (default: 1, of kid and little-kid 0.5)")
     group.add_argument(
         "--top-k", type=count, metavar="K", help="keep the K most probable tokens, 0 for all (default: 20)"
     )
@@ -201,7 +204,8 @@ def count(text: str) -> int:
 
 def settle(args: argparse.Namespace) -> argparse.Namespace:
     """Fill what the command line left open from the preset. ValueError for values that the policies would refuse."""
-    for name, value in PRESETS[args.preset].items():
+    args.kid_temperature = args.temperature
+    for name, value in (*PRESETS[args.preset].items(), ("temperature", 1.0)):
         if getattr(args, name) is None:
             setattr(args, name, value)
     if args.optimiser == "cache" and args.rule == "solve":
@@ -211,8 +215,10 @@ def settle(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
-def make_sampler(args: argparse.Namespace) -> Sampler:
-    return Sampler(args.temperature, args.top_k, args.top_p)
+def make_sampler(args: argparse.Namespace, decoder: str = "sample") -> Sampler:
+    """Without --temperature, KID's comes from the preset, that of other decoders is 1."""
+    infused = decoder in ("kid", "little-kid")
+    return Sampler(args.kid_temperature if infused else args.temperature, args.top_k, args.top_p)
 
 
 def make_update(args: argparse.Namespace) -> Update:
@@ -233,12 +239,15 @@ def make_kid(args: argparse.Namespace, knowledge: KnowledgeTrie, tokenizer: Toke
     )
 
 
-def make_rethinker(args: argparse.Namespace, model: GPT, tokenizer: Tokenizer) -> Rethinker:
-    """Plain few-shot prompts unless --chat asks for turns. ValueError for what cannot be read."""
+def make_rethinker(args: argparse.Namespace, model: GPT, tokenizer: Tokenizer, judges: bool = True) -> Rethinker:
+    """Plain few-shot prompts unless --chat asks for turns; without `judges` only paths and no encoder is loaded.
+
+    ValueError for what cannot be read.
+    """
     return Rethinker(
         model,
         tokenizer,
-        load_encoder(args.encoder, args.device),
+        load_encoder(args.encoder, args.device) if judges else None,
         CrossEncoder.from_folder(args.nli, args.device) if args.nli else LanguageModelNLI(model, tokenizer),
         chain.read_demonstrations(args.demos, args.task),
         chain.line_ends(tokenizer),
