@@ -3,9 +3,9 @@
     python bench/rethink.py --out runs/rethink             72 two-hop questions, all methods on the same sampled paths
     python bench/rethink.py --timing                       1 and 9 paths, in the same run
 
-Paths are sampled once and kept in OUT/paths.jsonl, the variants' answers in OUT/variants.jsonl; a run that was stopped
-goes on from there. Evidence is searched for among the passages of all questions (RR 4.2) or, with --own, of each
-question alone (RR 5.3). No answer counts as a wrong one. All settings are printed to standard error.
+Paths, scores of facts and answers of variants are kept in OUT; a run that was stopped goes on from there. Evidence is
+searched for among the passages of all questions (RR 4.2) or, with --own, of each question
+alone (RR 5.3). No answer counts as a wrong one.
 """
 
 import argparse
@@ -15,24 +15,27 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
-from minikid import chain, factgen, metrics, weights
+from minikid import chain, metrics, weights
 from minikid.decode import Sampler
 from minikid.encoder import load_encoder
 from minikid.model import load
 from minikid.nli import CrossEncoder, LanguageModelNLI
+from minikid.passages import Passage
 from minikid.questions import Question, read_questions
-from minikid.rethink import Evidence, majority, rethink, select_facts
+from minikid.rethink import Evidence, Fact, Rethought, majority, rethink
+from minikid.rethinker import Rethinker
 from minikid.retrieve import BM25
 
 HERE = Path(__file__).parent
 PATHS, LENGTH, TEMPERATURE = 9, 96, 0.7  # RR 4.5, of 256 tokens there
 
 
-def kept(path: Path, questions: list[Question], make: Callable[[Question], dict]) -> list[dict]:
-    """The records of all questions in order, made and written one by one where the file has none."""
+def kept(path: Path, questions: list[Question], make: Callable[[Question], dict]) -> dict[Any, dict]:
+    """The records of the questions by their ids, made and written one by one where the file has none."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     records = {record["id"]: record for record in map(json.loads, lines)}
     with path.open("a", encoding="utf-8") as file:
@@ -40,55 +43,63 @@ def kept(path: Path, questions: list[Question], make: Callable[[Question], dict]
             records[question.id] = {"id": question.id, **make(question)}
             file.write(json.dumps(records[question.id], ensure_ascii=False) + "\n")
             file.flush()
-    return [records[question.id] for question in questions]
+    return records
 
 
 def accuracy(args: argparse.Namespace) -> None:
     questions = list(read_questions(args.data))[: args.limit]
     model, tokenizer = load(args.model)
-    stops, shown = chain.line_ends(tokenizer), chain.read_demonstrations(task="yes-no")
-    encoder = load_encoder()
     nli = CrossEncoder.from_folder(args.nli) if args.nli else LanguageModelNLI(model, tokenizer)
-    ask = factgen.asker(model, tokenizer, stops)
+    shown, ends = chain.read_demonstrations(task="yes-no"), chain.line_ends(tokenizer)
+    rr = Rethinker(model, tokenizer, load_encoder(), nli, shown, ends, form=args.form)
     corpus = BM25([passage for question in questions for passage in question.ctxs])
     args.out.mkdir(parents=True, exist_ok=True)
 
     def sample(question: Question) -> dict:
-        prompt = chain.cot_prompt(tokenizer, shown, question.question)
-        greedy = chain.complete(model, [prompt], stops, LENGTH)[0]
-        rows = chain.sample_chains(model, prompt, stops, Sampler(TEMPERATURE), PATHS, LENGTH, seed=args.seed)
-        return {"greedy": tokenizer.decode(greedy.tokens), "paths": [tokenizer.decode(row.tokens) for row in rows]}
+        greedy, rows = rr.greedy(question.question), rr.sample(question.question, args.seed)
+        return {"greedy": rr.text(greedy), "paths": [rr.text(row) for row in rows]}
 
+    def score(question: Question) -> dict:
+        facts = [fact for text in paths[question.id]["paths"] for fact in chain.parse(text).facts]
+        return {"facts": live(question)(list(dict.fromkeys(facts)))}
+
+    def live(question: Question) -> Evidence:
+        return rr.judge(BM25(question.ctxs) if args.own else corpus)
+
+    def rethought(question: Question, form: int) -> Rethought:
+        kept_facts = (Fact(text, p and Passage(*p), *scores) for text, p, *scores in judged[question.id]["facts"])
+        facts = {fact.text: fact for fact in kept_facts}
+        return rethink(paths[question.id]["paths"], lambda texts: [facts[text] for text in texts], form)
+
+    def vary(question: Question) -> dict:
+        found, judge, record = rethought(question, args.form), live(question), {}
+        for variant in ("selection", "generation"):
+            conclusion, facts = rr.conclude(question.question, found, judge, variant)
+            record[variant] = {"text": conclusion and conclusion.text, "facts": [fact.text for fact in facts]}
+        return record
+
+    name = "own" if args.own else "corpus"
     paths = kept(args.out / "paths.jsonl", questions, sample)
-    by_id = {record["id"]: record for record in paths}
+    judged = kept(args.out / f"{name}.jsonl", questions, score)
+    varied = {} if args.no_variants else kept(args.out / f"{name}-variants-f{args.form}.jsonl", questions, vary)
 
-    def methods(question: Question) -> dict:
-        record = by_id[question.id]
-        judge = Evidence(BM25(question.ctxs) if args.own else corpus, encoder, nli)
-        found = {form: rethink(record["paths"], judge, form) for form in (1, 2, 3)}
+    def stated(text: str | None) -> str | None:
+        answer = chain.parse(text or "").answer
+        return answer and chain.normalise(answer)
+
+    rows = []
+    for question in questions:
+        found = {form: rethought(question, form) for form in (1, 2, 3)}
         votes = majority([path.answer for path in found[1].paths])
-        greedy = chain.parse(record["greedy"]).answer
-        answers = {"greedy CoT": greedy and chain.normalise(greedy), "self-consistency": next(iter(votes), None)}
+        answers = {"greedy CoT": stated(paths[question.id]["greedy"]), "self-consistency": next(iter(votes), None)}
         answers |= {f"RR f{form}": result.answer for form, result in found.items()}
-        best = {form: None if result.best is None else result.paths[result.best] for form, result in found.items()}
-        answers |= {f"best path f{form}": path and path.answer for form, path in best.items()}
-        facts = {}
-        if not args.no_variants:
-            own = best[args.form].facts if best[args.form] else []
-            facts["I"] = select_facts(found[args.form], judge.encode, args.form)
-            facts["II"] = factgen.generate_facts(own, facts["I"], ask, judge)
-        for name, chosen in facts.items():
-            given = (model, tokenizer, shown, question.question, chosen, stops, LENGTH)
-            answer = factgen.infer(*given).answer
-            answers[f"Variant {name} f{args.form}"] = answer and chain.normalise(answer)
-        scores = [[path.score for path in found[form].paths] for form in (1, 2, 3)]
-        facts = {name: [fact.text for fact in chosen] for name, chosen in facts.items()}
-        said = [[(f.text, f.premise and f.premise.title, *f.scores) for f in path.facts] for path in found[1].paths]
-        return {"answers": answers, "scores": scores, "facts": facts, "paths": said}
-
-    records = kept(args.out / ("own.jsonl" if args.own else "methods.jsonl"), questions, methods)
-    wanted = [chain.normalise(question.answers[0]) for question in questions]
-    table([record["answers"] for record in records], wanted, args.seed)
+        for form, result in found.items():
+            answers[f"best path f{form}"] = None if result.best is None else result.paths[result.best].answer
+        for title, variant in (("Variant I", "selection"), ("Variant II", "generation")) if varied else ():
+            answers[f"{title} f{args.form}"] = stated(varied[question.id][variant]["text"])
+        any_right = chain.normalise(question.answers[0]) in [path.answer for path in found[1].paths]
+        rows.append(answers | {"any path (oracle)": question.answers[0] if any_right else None})
+    table(rows, [chain.normalise(question.answers[0]) for question in questions], args.seed)
 
 
 def table(answers: list[dict], wanted: list[str], seed: int) -> None:

@@ -6,7 +6,7 @@ a "task" (yes-no, temporal, table) tells kinds in one file apart. Those of the p
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
@@ -94,6 +94,18 @@ def normalise(answer: str) -> str:
     signed = re.sub(r"(?<![\w.])[-−](?=\d)", "minus ", answer)
     found = [re.sub(r",|\.(?!\d)|(?<!\d)\.", "", word) for word in words(signed)]
     return " ".join([word for word in found if word not in ARTICLES] or found) or answer.strip().lower()
+
+
+def accuracy(text: str, answers: Iterable[str]) -> dict[str, float]:
+    """{"Acc": 100 or 0} where the answers are yes or no: whether the answer that the text states is among them.
+
+    A text without "the answer is" counts as a whole, so that "Yes, it is" is "yes".
+    """
+    wanted = {normalise(answer) for answer in answers}
+    if not wanted or not wanted <= {"yes", "no"}:
+        return {}
+    stated = parse(text).answer
+    return {"Acc": 100.0 * (normalise(text if stated is None else stated) in wanted)}
 
 
 def cot_prompt(

@@ -1,7 +1,7 @@
-"""Variant II of rethinking with retrieval, fact generation (RR 5.3, A.4), and the inference that ends both variants.
+"""Variant II of rethinking with retrieval, fact generation (RR 5.3, A.4).
 
-The paper takes a model for each step: questions, answers (UnifiedQA), statements, inference. Here the language model
-itself takes them all, each from a few examples.
+A departure: the paper has a model for each step (questions, answers, statements, a filter of questions); here the
+language model itself takes them all, each from a few examples, and E and C alone filter.
 """
 
 import json
@@ -10,11 +10,8 @@ from collections.abc import Callable, Sequence
 from importlib import resources
 from typing import NamedTuple
 
-from minikid.chain import Chain, Demonstration, complete, cot_prompt, parse
-from minikid.model import GPT
 from minikid.rethink import T_C, T_E, Fact, Judge, premise_text
 from minikid.text import STOPWORDS
-from minikid.tokenizer import Tokenizer
 
 Ask = Callable[[Sequence[str]], list[str]]  # prompts to the line that each is completed with
 
@@ -50,16 +47,6 @@ def entities(fact: str) -> list[str]:
         if name and name.lower() not in STOPWORDS:
             found.append(name)
     return list(dict.fromkeys(found))
-
-
-def asker(model: GPT, tokenizer: Tokenizer, stops: Sequence[int], length: int = 40) -> Ask:
-    """Greedy completions, one line of at most `length` tokens each, by the model."""
-
-    def ask(prompts: Sequence[str]) -> list[str]:
-        rows = complete(model, [tokenizer.prompt(prompt, chat=False) for prompt in prompts], stops, length)
-        return [tokenizer.decode(row.tokens).strip() for row in rows]
-
-    return ask
 
 
 def _prompts(rows: Sequence[Example], asked: Sequence[str], wanted: str) -> list[str]:
@@ -101,23 +88,3 @@ def generate_facts(facts: Sequence[Fact], selected: Sequence[Fact], ask: Ask, ju
         holding = [new for new in statements if new.entailment >= T_E and new.contradiction < T_C]
         chosen.append(max([fact, *holding], key=lambda fact: fact.entailment - fact.contradiction))
     return chosen
-
-
-def infer(
-    model: GPT,
-    tokenizer: Tokenizer,
-    demonstrations: Sequence[Demonstration],
-    question: str,
-    facts: Sequence[Fact],
-    stops: Sequence[int],
-    length: int,
-    chat: bool = False,
-) -> Chain:
-    """The answer that supporting facts lead to: greedy reasoning that begins with them (RR 5.3, "inference").
-
-    Equal facts stand once. A departure: the paper prefers UnifiedQA here, and compares it with this form (Table 7).
-    Without facts this is greedy chain-of-thought.
-    """
-    begun = " ".join(dict.fromkeys(fact.text for fact in facts))
-    row = complete(model, [cot_prompt(tokenizer, demonstrations, question, chat, begun)], stops, length)[0]
-    return parse(begun + tokenizer.decode(row.tokens))

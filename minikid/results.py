@@ -107,7 +107,8 @@ def compare(runs: Mapping[str, Sequence[Mapping[str, Any]]], seed: int) -> dict[
 
 
 def _scores(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]]:
-    return {metric: [line["scores"][metric] for line in lines] for metric in lines[0]["scores"]}
+    metrics_named = dict.fromkeys(metric for line in lines for metric in line["scores"])
+    return {metric: [line["scores"].get(metric) for line in lines] for metric in metrics_named}
 
 
 def _means(lines: Sequence[Mapping[str, Any]], weights: np.ndarray) -> dict[str, np.ndarray]:

@@ -174,6 +174,13 @@ def majority(answers: Sequence[str | None]) -> dict[str, float]:
     return {answer: float(given.count(answer)) for answer in sorted(set(given), key=lambda a: (-given.count(a), a))}
 
 
+def most_consistent(texts: Sequence[str]) -> str:
+    """Self-consistency: the first of the paths with the most frequent answer; "" where none states one."""
+    answers = [None if (answer := parse(text).answer) is None else normalise(answer) for text in texts]
+    best = next(iter(majority(answers)), None)
+    return "" if best is None else texts[answers.index(best)]
+
+
 def cluster(vectors: np.ndarray, threshold: float = ALIKE) -> list[int]:
     """Greedy clusters of vectors of length 1: each joins the most similar founder before it, or founds a cluster."""
     # [F, D] -> F numbers

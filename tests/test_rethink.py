@@ -9,14 +9,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import TEMPLATE, byte_tokenizer, tiny_model
+from tiny import TEMPLATE, byte_tokenizer, tiny_model, write_folder
 
-from minikid import chain, factgen, templates
+from minikid import chain, templates
 from minikid.chain import Demonstration, cot_prompt, normalise, parse, read_demonstrations
 from minikid.decode import Sampler
 from minikid.factgen import entities, generate_facts, restate
+from minikid.model import load
 from minikid.passages import Passage
 from minikid.rethink import Evidence, Fact, cluster, faithfulness, majority, rethink, select_facts, vote
+from minikid.rethinker import Rethinker, as_record, as_text
 from minikid.retrieve import BM25
 from minikid.text import words
 
@@ -353,15 +355,42 @@ def test_variant_two_mends_the_only_path():
     assert generate_facts([], [], ask, judge) == []
 
 
-def test_inference_begins_with_the_facts():
-    tokenizer = byte_tokenizer()
-    model = tiny_model(tokenizer.vocab_size)
-    facts = judge(["Aristotle died in 322 BC."] * 2)
-    read = factgen.infer(model, tokenizer, [], "So?", facts, [], 6)
-    assert read.text.startswith("Aristotle died in 322 BC.")
-    assert read.text.count("322") == 1
-    prompt = tokenizer.encode("Q: So?\nA: Aristotle died in 322 BC.")
-    assert read.text == facts[0].text + tokenizer.decode(chain.complete(model, [prompt], [], 6)[0].tokens)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_folder(tmp_path_factory.mktemp("model"))
+
+
+def rethinker(folder, **settings) -> Rethinker:
+    counter = Words()
+    return Rethinker(*load(folder), counter, counter, [], [], length=6, **settings)
+
+
+def test_inference_begins_with_the_facts(folder):
+    rr, facts = rethinker(folder), judge([DIED] * 2)
+    read = rr.infer("So?", facts)
+    prompt = rr.tokenizer.encode(f"Q: So?\nA: {DIED}")
+    more = rr.tokenizer.decode(chain.complete(rr.model, [prompt], [], 6)[0].tokens)
+    assert read.text == f"{DIED} {more.strip()}".strip()  # equal facts stand once
+    assert rr.infer("So?", []).text == rr.text(rr.greedy("So?"))
+
+
+def test_a_question_is_concluded_by_the_variant_asked_for(folder):
+    rr = rethinker(folder, form=3)
+    found = rethink(PATHS[:2], judge, 3)
+    assert rr.conclude("So?", found, rr.judge(BM25([])))[0].text == PATHS[1]
+    assert rr.conclude("So?", found, rr.judge(BM25([])), "best")[1] == found.paths[1].facts
+    evidence = Evidence(BM25([]), rr.encoder, rr.nli)
+    evidence.encode = encode
+    read, facts = rr.conclude("So?", found, evidence, "selection")
+    assert [fact.text for fact in facts] == [DIED, FIRST]
+    assert read.text.startswith(f"{DIED} {FIRST}")
+    assert rr.conclude("So?", rethink(["Hm."], contradicting), evidence, "generation") == (None, [])
+    record = json.loads(json.dumps(as_record(found)))
+    assert record["answer"] == "no"
+    assert record["paths"][0]["facts"][0]["premise"] == ARISTOTLE._asdict()
+    shown = as_text(found, PATHS[1], found.paths[1].facts)
+    assert shown.startswith(f"{PATHS[1]}\n  {DIED}  M 0.80  E 0.90  C 0.02\n    {ARISTOTLE.text}\n")
+    assert shown.endswith("\nvotes: no 0.90 of 1, yes -0.30 of 1, no answer of 0")
 
 
 # --- knowledge bases
