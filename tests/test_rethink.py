@@ -9,10 +9,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_encoder import save, sentence_transformer
 from tiny import TEMPLATE, byte_tokenizer, tiny_model, write_folder
+from transformers import BertModel
 
+import evaluate
+import generate
 from minikid import chain, templates
-from minikid.chain import Demonstration, cot_prompt, normalise, parse, read_demonstrations
+from minikid.chain import Demonstration, accuracy, cot_prompt, normalise, parse, read_demonstrations
 from minikid.decode import Sampler
 from minikid.factgen import entities, generate_facts, restate
 from minikid.model import load
@@ -450,3 +454,78 @@ def test_knowledge_files_are_told_apart_and_bad_lines_named(tmp_path):
     ]:
         with pytest.raises(ValueError, match=place):
             read(name, text)
+
+
+# --- the programs
+
+
+@pytest.fixture(scope="module")
+def given_files(tmp_path_factory, folder):
+    """Arguments for tiny models and one short demonstration, and a file of knowledge."""
+    path = tmp_path_factory.mktemp("files")
+    save(path, BertModel)
+    sentence_transformer(path, pooling_mode_mean_tokens=True)
+    demonstration = {"question": "Is it?", "reasoning": "It is. So the answer is yes."}
+    (path / "demos.jsonl").write_text(json.dumps(demonstration))
+    (path / "facts.jsonl").write_text(json.dumps({"id": "s", "title": "Snow", "text": "Snow is white."}))
+    (path / "table.json").write_text(json.dumps({"title": "Snow", "Colour": ["white"]}))
+    arguments = ["--model", folder, "--encoder", path, "--demos", path / "demos.jsonl", "--max-new-tokens", 12]
+    return path, [str(argument) for argument in [*arguments, "--paths", 3]]
+
+
+@pytest.mark.parametrize("variant", ["vote", "best", "selection", "generation"])
+def test_generate_prints_answer_path_evidence_and_votes(given_files, monkeypatch, capfd, variant):
+    path, arguments = given_files
+    said = iter(["Snow is white. So the answer is yes.", "Snow is black. So the answer is no.", "Hm."])
+    monkeypatch.setattr(Rethinker, "text", lambda self, row: next(said, "Thus, the answer is yes."))
+    monkeypatch.setattr(Rethinker, "ask", lambda self, prompts: ["Snow is white."] * len(prompts))
+    command = ["--decoder", "rr", "--prompt", "Is snow white?", "--knowledge", str(path / "facts.jsonl")]
+    assert generate.main([*arguments, *command, "--variant", variant]) == 0
+    out, err = capfd.readouterr()
+    lines = out.splitlines()
+    assert lines[0] in ("yes", "no")
+    assert lines[1] == ""
+    assert "Snow is white." in lines[4]
+    assert lines[-1].startswith("votes: ")
+    assert lines[-1].endswith("no answer of 1")
+    assert "3 paths" in err
+
+
+def test_generate_gives_all_paths_as_json_and_the_same_for_a_seed(given_files, capfd):
+    path, arguments = given_files
+    command = ["--decoder", "rr", "--prompt", "Is snow white?", "--knowledge", str(path / "table.json"), "--json"]
+    outputs = []
+    for _ in range(2):
+        assert generate.main([*arguments, *command, "--task", "table"]) == 0
+        outputs.append(capfd.readouterr().out)
+    assert outputs[0] == outputs[1]
+    record = json.loads(outputs[0])
+    assert len(record["paths"]) == 3
+    assert {"answer", "votes", "winner", "best", "text", "support"} <= record.keys()
+
+
+def test_evaluate_compares_reasoning_decoders_by_accuracy(given_files, tmp_path, capfd):
+    arguments = given_files[1]
+    ctxs = [{"title": "Snow", "text": "Snow is white."}]
+    questions = [
+        {"question": f"Is snow {c}?", "answers": [a], "ctxs": ctxs} for c, a in (("white", "yes"), ("red", "no"))
+    ]
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    out = tmp_path / "out"
+    command = [str(tmp_path / "q.jsonl"), "--decoders", "greedy,cot,self-consistency,rr", "--out", str(out)]
+    assert evaluate.main([*command, *arguments]) == 0
+    header = capfd.readouterr().out.splitlines()[0]
+    assert "Acc" in header
+    results = json.loads((out / "results.json").read_text())
+    assert all(0 <= results["decoders"][name]["Acc"]["mean"] <= 100 for name in ("greedy", "cot", "rr"))
+    kept = (out / "rr.jsonl").read_text()
+    assert evaluate.main([*command, *arguments]) == 0
+    assert (out / "rr.jsonl").read_text() == kept
+
+
+def test_accuracy_is_of_the_answer_that_is_stated():
+    assert accuracy("It is. So the answer is yes.", ["Yes"]) == {"Acc": 100.0}
+    assert accuracy("No, it is not. Thus, the answer is yes.", ["no"]) == {"Acc": 0.0}
+    assert accuracy("No", ["no"]) == {"Acc": 100.0}
+    assert accuracy("It never was.", ["no"]) == {"Acc": 0.0}
+    assert accuracy("1990", ["1990"]) == accuracy("yes", []) == {}
