@@ -13,7 +13,8 @@ its own: "when was X founded" and "founding date" turn into "when was X closed" 
 names in the base, which the decoder has as well; no question and no answer of the dev set is looked at.
 
 EM asks for the whole triple, meaning included. F1 is that of KgCLUE's own evaluation, 2 LCS / (length + length) of the
-two objects.
+two objects. The peer is a rule without any model: the longest subject of the base that stands in the question, and of
+its predicates the one whose LCS with the rest is longest, the shortest of equals.
 """
 
 import argparse
@@ -24,13 +25,14 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from itertools import combinations, islice, product
 from pathlib import Path
 from typing import NamedTuple
 
 from minikid import metrics, options
 from minikid.beam import beam_search_batch
-from minikid.folder import replacing
+from minikid.folder import SINGLE, replacing
 from minikid.kgclue import ORDERS, Fact, Question, build_trie, join_key, read_facts, read_questions, split_key
 from minikid.lookahead import Constrained, Coverage
 from minikid.model import load
@@ -91,22 +93,26 @@ def in_order(fact: Fact, order: str) -> list[str]:
 
 
 def train(args: argparse.Namespace, order: str, facts: Sequence[Fact]) -> None:
-    """Train by train.py, or go on; the seconds of all its runs are kept."""
+    """Train by train.py unless that is done; the seconds of all its runs are kept."""
     folder = args.out / order
+    if (folder / "model" / SINGLE).exists():
+        return
     folder.mkdir(parents=True, exist_ok=True)
-    data, clock = folder / "questions.jsonl", folder / "seconds.txt"
+    data = folder / "questions.jsonl"
     if not data.exists():
         varied = vary(read_questions(args.data / "train.json"), facts, random.Random(args.seed))
         with replacing(data) as new, new.open("w", encoding="utf-8") as file:
             for text, fact in islice(varied, min(EXAMPLES, args.steps * STEPS["batch-size"])):
                 json.dump({"prompt": text, "completion": in_order(fact, order)}, file, ensure_ascii=False)
                 file.write("\n")
-    flags = [f"--{name}={value}" for name, value in (MODEL | STEPS).items()]
-    command = [sys.executable, ROOT / "train.py", "--data", data, "--out", folder / "model", "--resume", *flags]
+    flags = [f"--{name}={value}" for name, value in (MODEL | STEPS | {"steps": args.steps, "seed": args.seed}).items()]
+    command = [sys.executable, ROOT / "train.py", "--data", data, "--out", folder / "model", *flags]
     began = time.perf_counter()
-    subprocess.run([*command, f"--steps={args.steps}", f"--seed={args.seed}", "--log-every=100"], check=True)
-    with clock.open("a") as file:
-        file.write(f"{time.perf_counter() - began:.0f}\n")
+    try:
+        subprocess.run([*command, "--resume", "--log-every=100"], check=True)
+    finally:
+        with (folder / "seconds.txt").open("a") as file:
+            file.write(f"{time.perf_counter() - began:.0f}\n")
 
 
 def answer(args: argparse.Namespace, order: str, facts: Sequence[Fact], questions: Sequence[Question]) -> None:
@@ -141,20 +147,22 @@ def answers_file(args: argparse.Namespace, order: str, decoding: str, beams: int
     return args.out / order / f"{decoding.replace(' ', '-')}-{beams}.json"
 
 
+def common(a: str, b: str) -> int:
+    """The length of the longest common subsequence."""
+    coverage = Coverage([ord(character) for character in b])
+    return coverage.length(reduce(coverage.extend, map(ord, a), coverage.start))
+
+
 def similarity(a: str, b: str) -> float:
     """KgCLUE's F1 of two texts, 0 to 100."""
-    coverage = Coverage([ord(c) for c in b])
-    row = coverage.start
-    for character in a:
-        row = coverage.extend(row, ord(character))
-    return 200 * coverage.length(row) / (len(a) + len(b))
+    return 200 * common(a, b) / (len(a) + len(b))
 
 
 def score(keys: Sequence[Sequence[str]], gold: Fact, values: Mapping[tuple[str, ...], str]) -> dict[str, float]:
     """Scores of one question's answers, 0 or 100 but for F1, and which field of the best one is wrong."""
     best = tuple(keys[0])
     subject, predicate, _ = (found == wanted for found, wanted in zip(best, gold[:3], strict=True))
-    value = values[best]
+    value = values.get(best, "")
     exact = best == gold[:3] and value == gold.value
     return {
         "EM": 100.0 * exact,
@@ -166,17 +174,32 @@ def score(keys: Sequence[Sequence[str]], gold: Fact, values: Mapping[tuple[str, 
     }
 
 
+def answer_by_rule(question: str, keys: Mapping[str, Sequence[Sequence[str]]]) -> Sequence[str]:
+    """The key (S, P, M) that the rule finds, three times "" without a subject; `keys` by subject."""
+    spans = combinations(range(len(question) + 1), 2)
+    subject = max((question[i:j] for i, j in spans if question[i:j] in keys), key=len, default="")
+    rest = question.replace(subject, SUBJECT, 1)
+    return max(keys.get(subject, [("", "", "")]), key=lambda key: (common(key[1], rest), -len(key[1])))
+
+
 def report(args: argparse.Namespace, facts: Sequence[Fact], questions: Sequence[Question]) -> None:
-    values = {tuple(fact[:3]): fact.value for fact in facts}
+    values = {fact[:3]: fact.value for fact in facts}
+    by_subject = defaultdict(list)
+    for key in values:
+        by_subject[key[0]].append(key)
+    began = time.perf_counter()
+    found = {("rule",): [[answer_by_rule(q.question, by_subject)] for q in questions]}
+    seconds = {("rule",): time.perf_counter() - began}
+    for name in product(args.orders, DECODINGS, args.beams):
+        kept = json.loads(answers_file(args, *name).read_text(encoding="utf-8"))
+        found[name], seconds[name] = kept["keys"], kept["seconds"]
     weights = metrics.resamples(len(questions), args.seed)
-    names = list(product(args.orders, DECODINGS, args.beams))
     means = {}
     print(f"{'order, decoding, beams':<28}" + "".join(f"{score:>9}" for score in (*SCORES, "seconds")))
-    for name in names:
-        kept = json.loads(answers_file(args, *name).read_text(encoding="utf-8"))
-        scores = [score(keys, q.answer, values) for keys, q in zip(kept["keys"], questions, strict=True)]
+    for name, keys in found.items():
+        scores = [score(some, q.answer, values) for some, q in zip(keys, questions, strict=True)]
         means[name] = {s: metrics.resampled_means([row[s] for row in scores], weights) for s in SCORES}
-        cells = [f"{means[name][s][0]:.1f}" for s in SCORES] + [f"{kept['seconds']:.0f}"]
+        cells = [f"{means[name][s][0]:.1f}" for s in SCORES] + [f"{seconds[name]:.0f}"]
         print(f"{', '.join(map(str, name)):<28}" + "".join(f"{cell:>9}" for cell in cells))
     print("\nmissed: the right key is none of the beams'; differences with 95% of a paired bootstrap over questions:")
     pairs = [((o, "look-ahead", b), (o, "prefix tree", b)) for o, b in product(args.orders, args.beams)]
@@ -195,7 +218,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", required=True, type=Path, metavar="DIR")
     parser.add_argument("--orders", nargs="+", default=list(ORDERS), choices=ORDERS, help="default: both")
     parser.add_argument("--beams", nargs="+", type=int, default=BEAMS, metavar="B", help="default: 1 3 5")
-    parser.add_argument("--steps", type=int, default=6000, help="of training (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=3000, help="of training (default: %(default)s)")
     parser.add_argument("--limit", type=int, metavar="N", help="dev questions (default: all)")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
@@ -203,6 +226,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
+    settings = {"steps": args.steps, "limit": args.limit, "seed": args.seed}
+    kept = args.out / "settings.json"
+    args.out.mkdir(parents=True, exist_ok=True)
+    if kept.exists() and json.loads(kept.read_text()) != settings:
+        sys.exit(f"{kept} is of another run, {kept.read_text()}, not {json.dumps(settings)}: choose another --out")
+    with replacing(kept) as new:
+        new.write_text(json.dumps(settings))
     facts = list(read_facts(args.data / "kb.tsv.gz"))
     questions = list(islice(read_questions(args.data / "dev.json"), args.limit))
     known = {q.answer.predicate for q in read_questions(args.data / "train.json")}
@@ -210,8 +240,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         train(args, order, facts)
         answer(args, order, facts, questions)
     keys = {fact[:3] for fact in facts}
-    print(f"{len(questions)} dev questions, {sum(q.answer[:3] in keys for q in questions)} of their keys in the base, ")
-    print(f"{sum(q.answer.predicate in known for q in questions)} of their predicates in the training set")
+    print(
+        f"{len(questions)} dev questions; {sum(q.answer[:3] in keys for q in questions)} of their keys are in the base,"
+    )
+    print(f"{sum(q.answer.predicate in known for q in questions)} have a predicate of the training set")
     for order in args.orders:
         seconds = [int(line) for line in (args.out / order / "seconds.txt").read_text().split()]
         print(f"{order}: {args.steps} steps of {STEPS['batch-size']} in {sum(seconds) / 60:.1f} minutes")
