@@ -1,0 +1,298 @@
+"""Ewe: writing with a working memory that is refreshed while the text grows (Lei et al., ACL 2025).
+
+    V vocabulary · T tokens
+
+At the end of a sentence the loop may pause. Retrieval feedback looks for passages on what was just said and makes them
+units of the memory; verification feedback checks the sentence's claims and, where one is refuted, puts the refuting
+passage into the memory, deletes the sentence and writes it again. Plain decoding, RAG, FLARE and iterative RAG are the
+same loop with other settings (Ewe 3.5).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+
+from minikid.generation import Generation, check_room, log_probabilities
+from minikid.memory import WorkingMemory
+from minikid.model import GPT
+from minikid.passages import Hit, Passage
+from minikid.retrieve import Retriever
+from minikid.text import sentence_spans
+from minikid.tokenizer import Tokenizer
+from minikid.verify import Verdict, Verifier, claims
+
+INSTRUCTION = "Answer the question using these passages.\n\n"
+TRIGGERS = ("interval", "entropy", "min-prob")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What Ewe's authors varied (Ewe 3, 4), and beneath it what we add."""
+
+    units: int = 5  # k; 0 is the plain model
+    unit_length: int = 192  # L, tokens
+    hits: int = 5  # passages looked for at a time
+    retrieve_every: int = 1  # T_r, sentences between retrieval feedbacks; 0: none but at the beginning
+    verify_every: int = 1  # T_v, sentences between verifications; 0: none. The paper has 8, for longer texts
+    threshold: float = 0.0  # a passage found while writing must score above it
+    trigger: str = "interval"  # or "entropy", "min-prob": pause where a token's entropy or probability passes `doubt`
+    doubt: float = 0.4  # nats, or a probability
+    tries: int = 3  # R, how often a sentence is written again
+    verify_first: bool = False  # of the two feedbacks
+    per_unit: int = 1  # passages that share a unit, one behind the other
+    rewrite: bool = False  # FLARE: a sentence that brought in new passages is itself written again
+    context_stream: bool = True
+    context_weight: float | None = None
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.trigger not in TRIGGERS:
+            raise ValueError(f"expected a trigger of {', '.join(TRIGGERS)}, got {self.trigger!r}")
+        if min(self.hits, self.per_unit) < 1 or min(self.retrieve_every, self.verify_every, self.tries) < 0:
+            raise ValueError(f"expected hits and passages per unit from 1, intervals and tries from 0, got {self}")
+
+
+# Ewe 3.5. RAG has all passages in the one unit, which without a context's own stream is a prompt with them in front.
+RAG = Settings(units=1, per_unit=5, unit_length=960, retrieve_every=0, verify_every=0, context_stream=False)
+FLARE = Settings(
+    units=1, per_unit=5, unit_length=960, verify_every=0, trigger="min-prob", rewrite=True, context_stream=False
+)
+ITERATIVE_RAG = Settings(verify_every=0)
+SETTINGS = {"ewe": Settings(), "ewe-rag": RAG, "ewe-flare": FLARE, "ewe-iterative": ITERATIVE_RAG}
+
+
+@dataclass(frozen=True)
+class Pause:
+    """One stop of the loop; the first is the retrieval before any text."""
+
+    place: int  # tokens written so far, those of the sentence included
+    sentence: str
+    query: str | None = None  # None: nothing was looked for
+    hits: tuple[Hit, ...] = ()
+    added: tuple[Passage, ...] = ()  # to the memory
+    evicted: tuple[Passage, ...] = ()
+    verdicts: tuple[Verdict, ...] = ()
+    deleted: bool = False  # the sentence is written again
+
+
+@dataclass
+class EweGeneration(Generation):
+    """A generation, and what happened on its way. `forwarded` counts the memory's tokens, too."""
+
+    pauses: list[Pause] = field(default_factory=list)
+    dropped: int = 0  # tokens of passages that did not fit into their units
+
+
+class Draft:
+    """A text that can be taken back: the cache, the tokens behind the prompt, and the logits of the next one."""
+
+    def __init__(self, model: GPT, memory: WorkingMemory | None, prompt: Sequence[int]):
+        self.model, self.memory, self.prompt = model, memory, list(prompt)
+        self.cache, self.tokens, self.forwarded = model.new_cache(), [], 0
+        self.logits = self._read(self.prompt)
+
+    def write(self, token: int, read: bool = True) -> None:
+        """One token more; `read` False leaves the logits as they are, for the last one."""
+        self.tokens.append(token)
+        if read:
+            self.logits = self._read([token])
+
+    def cut(self, length: int) -> None:
+        """Back to the first `length` tokens; the last of them is read again, with the memory as it is now in view."""
+        self.cache.truncate(self.cache.length - (len(self.tokens) - length) - 1)
+        del self.tokens[length:]
+        self.logits = self._read((self.prompt + self.tokens)[-1:])
+
+    def _read(self, tokens: Sequence[int]) -> Tensor:
+        # [T] -> [V]
+        self.forwarded += len(tokens)
+        states = self.model.hidden(torch.tensor([tokens], device=self.model.device), self.cache, self.memory)
+        return self.model.head(states[:, -1])[0]
+
+
+class Shelf:
+    """The passages in the memory, by unit; a memory of no units holds nothing."""
+
+    def __init__(self, memory: WorkingMemory | None, tokenizer: Tokenizer, settings: Settings):
+        self.memory, self.tokenizer, self.settings = memory, tokenizer, settings
+        self.units: list[tuple[Passage, ...]] = []  # oldest first
+        self.dropped = 0
+
+    def add(self, passages: Sequence[Passage]) -> tuple[tuple[Passage, ...], tuple[Passage, ...]]:
+        """Make passages, best first, units of the memory, the best last, which stays longest; (added, evicted)."""
+        k, size = self.settings.units, self.settings.per_unit
+        if not k:
+            return (), ()
+        groups = [tuple(passages[i : i + size]) for i in range(0, len(passages), size)][:k][::-1]
+        for group in groups:
+            text = "\n\n".join(f"{p.title}: {p.text}" if p.title else p.text for p in group) + "\n\n"
+            self.dropped += self.memory.add(self.tokenizer.encode(text)).dropped
+        held, many = self.units + groups, max(0, len(self.units) + len(groups) - k)
+        evicted, self.units = held[:many], held[many:]
+        return _flat(groups), _flat(evicted)
+
+    def new(self, hits: Sequence[Hit]) -> list[Passage]:
+        """Those found that the memory does not hold."""
+        return [hit.passage for hit in hits if hit.passage not in _flat(self.units)]
+
+
+@torch.inference_mode()
+def generate_ewe(
+    model: GPT,
+    tokenizer: Tokenizer,
+    question: str,
+    retriever: Retriever,
+    verifier: Verifier,
+    sampler: Callable[[Tensor, torch.Generator | None], int],
+    settings: Settings = SETTINGS["ewe"],
+    *,
+    max_new_tokens: int = 100,
+    chat: bool | None = None,
+    generator: torch.Generator | None = None,
+    on_sentence: Callable[[list[int], bool], None] | None = None,
+) -> EweGeneration:
+    """Answer a question with Ewe (Ewe 3), until eos or `max_new_tokens`, of which deleted tokens are none.
+
+    A sentence is complete once the token behind it is drawn. Where the pause changes nothing that token stays: a
+    verifier that accepts everything changes no text. Else it is drawn anew. Departures: where there is nothing left to
+    write, nothing is retrieved for it; a sentence that is refuted after its last try stays.
+
+    `chat`: use the chat template (default: if there is one); `on_sentence(tokens, kept)` hears of a sentence as it is
+    settled, kept or deleted. ValueError, before any token, for a prompt that leaves no room.
+    """
+    chat = tokenizer.template is not None if chat is None else chat
+    prefix, context = layout(tokenizer, question, INSTRUCTION if settings.units else "", chat)
+    memory = None
+    if settings.units:
+        ours = {name: getattr(settings, name) for name in ("context_stream", "context_weight", "temperature")}
+        memory = WorkingMemory(model, settings.units, settings.unit_length, prefix, **ours)
+    positions = len(prefix) + (settings.unit_length if memory else 0) + len(context)
+    check_room(model, range(positions), max_new_tokens)
+    result, shelf = EweGeneration(), Shelf(memory, tokenizer, settings)
+    if max_new_tokens == 0:
+        return result
+    if memory:
+        hits = retriever.search(question, settings.hits)
+        result.pauses.append(Pause(0, "", question, tuple(hits), *shelf.add([hit.passage for hit in hits])))
+    draft = Draft(model, memory, context if memory else prefix + context)
+    start, number, tries = 0, 1, 0  # of the sentence that is being written: first token, number, rewrites so far
+    paused = False  # whether the pause before the next token has been
+    doubts: list[bool] = []  # of every token
+    while True:
+        log_p = log_probabilities(draft.logits)
+        token = sampler(log_p, generator)
+        over = token in model.config.eos_ids
+        if not paused and _complete(tokenizer, draft.tokens[start:], [] if over else [token]):
+            forms = _due(settings, number, any(doubts[start:]), over)
+            sentence = tokenizer.decode(draft.tokens[start:]).strip()
+            pause = feedback(sentence, question, forms, shelf, retriever, verifier, settings, tries < settings.tries)
+            if forms:
+                result.pauses.append(replace(pause, place=len(draft.tokens)))
+            if on_sentence is not None:
+                on_sentence(draft.tokens[start:], not pause.deleted)
+            if pause.deleted:
+                draft.cut(start)
+                del doubts[start:], result.log_probs[start:]
+                tries += 1
+                continue
+            start, number, tries, paused = len(draft.tokens), number + 1, 0, True
+            if pause.added:
+                draft.cut(start)
+                continue
+        if over:
+            result.stop = "eos"
+            break
+        result.log_probs.append(float(log_p[token]))
+        doubts.append(_doubtful(settings, log_p, token))
+        paused = False
+        draft.write(token, read=len(draft.tokens) + 1 < max_new_tokens)
+        if len(draft.tokens) == max_new_tokens:
+            break
+    if on_sentence is not None and draft.tokens[start:]:
+        on_sentence(draft.tokens[start:], True)
+    result.tokens, result.states, result.dropped = draft.tokens, [None] * len(draft.tokens), shelf.dropped
+    result.forwarded = draft.forwarded + (memory.forwarded if memory else 0)
+    return result
+
+
+def feedback(
+    sentence: str,
+    question: str,
+    forms: Sequence[str],
+    shelf: Shelf,
+    retriever: Retriever,
+    verifier: Verifier,
+    settings: Settings,
+    may_rewrite: bool,
+) -> Pause:
+    """What "retrieve" and "verify", in the order given, say of a sentence, and what they put into the memory (Ewe 3.2).
+
+    Passages that the memory holds are not found again; one that refutes is added even so, and then counts twice.
+    """
+    pause = Pause(0, sentence)
+    for form in forms:
+        if form == "retrieve":
+            query = f"{question} {sentence}"
+            hits = tuple(hit for hit in retriever.search(query, settings.hits) if hit.score > settings.threshold)
+            pause, passages = replace(pause, query=query, hits=hits), shelf.new(hits)
+            deleted = settings.rewrite and may_rewrite and bool(passages)
+        else:
+            found = {
+                claim: [hit.passage for hit in retriever.search(claim, settings.hits)] for claim in claims(sentence)
+            }
+            verdicts = tuple(verifier(claim, passages) for claim, passages in found.items())
+            refuted = [verdict.passage for verdict in verdicts if verdict.verdict == "refuted"]
+            pause, deleted = replace(pause, verdicts=verdicts), may_rewrite and bool(refuted)
+            passages = [passage for passage in dict.fromkeys(refuted) if passage and deleted]
+        added, evicted = shelf.add(passages)
+        pause = replace(pause, added=pause.added + added, evicted=pause.evicted + evicted, deleted=deleted)
+        if deleted:
+            break
+    return pause
+
+
+def layout(tokenizer: Tokenizer, question: str, instruction: str, chat: bool) -> tuple[list[int], list[int]]:
+    """The prompt in two, between which the memory's units stand: chat header and instruction; question and the rest.
+
+    Without an instruction the two together are the tokens of the plain prompt.
+    """
+    text = f"Question: {question}" if instruction else question
+    whole = tokenizer.prompt(text, chat)
+    others = [tokenizer.prompt(other, chat) for other in ("0", "A")]  # whatever they share is the header
+    columns = zip(whole, *others, strict=False)
+    header = len(list(takewhile(lambda column: len(set(column)) == 1, columns)))
+    return whole[:header] + tokenizer.encode(instruction), whole[header:]
+
+
+def _complete(tokenizer: Tokenizer, tokens: list[int], following: list[int]) -> bool:
+    """Whether the tokens are a sentence, now that what follows is known ([]: the end): "3." is none before " 5"."""
+    text = tokenizer.decode(tokens)
+    if not following:
+        return bool(text.strip())
+    spans = sentence_spans(tokenizer.decode(tokens + following))
+    return len(spans) > 1 and spans[0][1] == len(text.rstrip())
+
+
+def _due(settings: Settings, number: int, doubtful: bool, over: bool) -> list[str]:
+    """The forms of feedback that the sentence gets, in their order."""
+    in_vain = not settings.units or (over and not settings.rewrite)
+    every = {"retrieve": 0 if in_vain else settings.retrieve_every, "verify": settings.verify_every}
+    if settings.trigger == "interval":
+        due = [form for form, interval in every.items() if interval and number % interval == 0]
+    else:
+        due = [form for form, interval in every.items() if interval and doubtful]
+    return due[::-1] if settings.verify_first else due
+
+
+def _doubtful(settings: Settings, log_p: Tensor, token: int) -> bool:
+    # [V] -> whether this token sets off the trigger
+    if settings.trigger == "entropy":
+        return float(torch.special.entr(log_p.exp()).sum()) > settings.doubt
+    return settings.trigger == "min-prob" and float(log_p[token].exp()) < settings.doubt
+
+
+def _flat(units: Sequence[tuple[Passage, ...]]) -> tuple[Passage, ...]:
+    return tuple(passage for unit in units for passage in unit)
