@@ -78,10 +78,16 @@ def accuracy(args: argparse.Namespace) -> None:
             record[variant] = {"text": conclusion and conclusion.text, "facts": [fact.text for fact in facts]}
         return record
 
+    def infer(question: Question) -> dict:
+        facts = [Fact(passage.text, passage, 0.0, 0.0, 0.0) for passage in question.ctxs]
+        return {"text": rr.infer(question.question, facts).text}
+
     name = "own" if args.own else "corpus"
     paths = kept(args.out / "paths.jsonl", questions, sample)
     judged = kept(args.out / f"{name}.jsonl", questions, score)
     varied = {} if args.no_variants else kept(args.out / f"{name}-variants-f{args.form}.jsonl", questions, vary)
+
+    gold = {} if args.no_variants else kept(args.out / "gold.jsonl", questions, infer)
 
     def stated(text: str | None) -> str | None:
         answer = chain.parse(text or "").answer
@@ -97,8 +103,10 @@ def accuracy(args: argparse.Namespace) -> None:
             answers[f"best path f{form}"] = None if result.best is None else result.paths[result.best].answer
         for title, variant in (("Variant I", "selection"), ("Variant II", "generation")) if varied else ():
             answers[f"{title} f{args.form}"] = stated(varied[question.id][variant]["text"])
+        if gold:
+            answers["inference from the passages"] = stated(gold[question.id]["text"])
         any_right = chain.normalise(question.answers[0]) in [path.answer for path in found[1].paths]
-        rows.append(answers | {"any path (oracle)": question.answers[0] if any_right else None})
+        rows.append(answers | {"any path right (oracle)": question.answers[0] if any_right else None})
     table(rows, [chain.normalise(question.answers[0]) for question in questions], args.seed)
 
 

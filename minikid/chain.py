@@ -120,7 +120,7 @@ def cot_prompt(
         turns = [{"role": role, "content": text} for d in demonstrations for role, text in zip(roles, d, strict=True)]
         return tokenizer.chat([*turns, {"role": "user", "content": question}]) + tokenizer.encode(begun)
     blocks = "".join(f"Q: {d.question}\nA: {d.reasoning}\n\n" for d in demonstrations)
-    return tokenizer.prompt(f"{blocks}Q: {question}\nA:{' ' * bool(begun)}{begun}", chat=False)
+    return tokenizer.prompt(f"{blocks}Q: {' '.join(question.split())}\nA:{' ' * bool(begun)}{begun}", chat=False)
 
 
 def line_ends(tokenizer: Tokenizer) -> list[int]:

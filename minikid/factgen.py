@@ -29,6 +29,13 @@ class Example(NamedTuple):
     statement: str
 
 
+STEPS = (  # what each step shows, and what it asks for
+    (("fact", "entity"), "question"),
+    (("passage", "question"), "answer"),
+    (("question", "answer"), "statement"),
+)
+
+
 def read_examples() -> list[Example]:
     """The package's."""
     text = (resources.files("minikid") / "restatements.jsonl").read_text(encoding="utf-8")
@@ -60,18 +67,16 @@ def _prompts(rows: Sequence[Example], asked: Sequence[str], wanted: str) -> list
 
 
 def restate(facts: Sequence[Fact], ask: Ask) -> list[tuple[str, str, str, str]]:
-    """(fact, question, answer, new statement) for each entity of each fact that has a premise, all steps in batches."""
-    rows = [
-        Example(premise_text(fact.premise), fact.text, entity, "", "", "")
-        for fact in facts
-        if fact.premise is not None
-        for entity in entities(fact.text)
-    ]
-    for asked, wanted in ((("fact", "entity"), "question"), (("passage", "question"), "answer")):
+    """(fact, question, answer, new statement) for each entity of each fact that has a premise; a batch for each step.
+
+    An entity for which a step gives nothing is dropped.
+    """
+    with_premise = ((" ".join(premise_text(fact.premise).split()), fact.text) for fact in facts if fact.premise)
+    rows = [Example(passage, fact, name, "", "", "") for passage, fact in with_premise for name in entities(fact)]
+    for asked, wanted in STEPS:
         lines = ask(_prompts(rows, asked, wanted)) if rows else []
         rows = [row._replace(**{wanted: line}) for row, line in zip(rows, lines, strict=True) if line]
-    lines = ask(_prompts(rows, ("question", "answer"), "statement")) if rows else []
-    return [(row.fact, row.question, row.answer, line) for row, line in zip(rows, lines, strict=True) if line]
+    return [(row.fact, row.question, row.answer, row.statement) for row in rows]
 
 
 def generate_facts(facts: Sequence[Fact], selected: Sequence[Fact], ask: Ask, judge: Judge) -> list[Fact]:

@@ -171,7 +171,7 @@ def add_decoding_options(parser: argparse.ArgumentParser) -> None:
 def add_rethink_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("rethinking with retrieval")
     group.add_argument("--paths", type=positive, default=9, metavar="N", help="reasoning paths (default: %(default)s)")
-    group.add_argument("--path-temperature", type=float, default=0.7, metavar="T", help="default: %(default)s")
+    group.add_argument("--path-temperature", type=temperature, default=0.7, metavar="T", help="default: %(default)s")
     group.add_argument(
         "--task", choices=chain.TASKS, default=chain.TASKS[0], help="which demonstrations (default: %(default)s)"
     )
@@ -184,6 +184,11 @@ def add_rethink_options(parser: argparse.ArgumentParser) -> None:
         help="faithful voting, the single best path, or Variant I or II (default: %(default)s)",
     )
     group.add_argument("--nli", metavar="NAME|DIR", help="a cross-encoder of E and C (default: the model itself)")
+
+
+def temperature(text: str) -> float:
+    """An argparse type: what a Sampler takes, from 0."""
+    return Sampler(float(text)).temperature
 
 
 def positive(text: str) -> int:
