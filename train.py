@@ -120,8 +120,6 @@ def join_world(device: str) -> tuple[World, str]:
 def prepare(args: argparse.Namespace, out: Path) -> None:
     """Write all of the folder but the tensors."""
     out.mkdir(parents=True, exist_ok=True)
-    for left in out.glob(".*.tmp"):  # of a killed run
-        left.unlink()
     if args.init == "scratch":
         train_tokenizer = scratch.train_bpe if args.tokenizer == "bpe" else scratch.train_characters
         library = train_tokenizer(read_texts(args.data), args.vocab_size)
@@ -167,6 +165,25 @@ def check_same(now: dict[str, Any], then: dict[str, Any], place: Path) -> None:
         raise ValueError(f"{place} belongs to another run: {what}; give the same options, or choose another --out")
 
 
+class Clock:
+    """Tokens per second of each step, and the time left of all that is done between two."""
+
+    def __init__(self, steps: int):
+        self.began = self.tick = time.perf_counter()
+        self.steps, self.done = steps, 0
+
+    def rate(self, tokens: int) -> float:
+        self.done += 1
+        return tokens / (time.perf_counter() - self.tick)
+
+    def go(self) -> None:
+        self.tick = time.perf_counter()
+
+    def __str__(self) -> str:
+        left = int((time.perf_counter() - self.began) / self.done * (self.steps - self.done))
+        return f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
+
+
 class Log:
     """The CSV file of all steps; rows behind the step that a run goes on from are dropped."""
 
@@ -201,15 +218,16 @@ class Log:
 
 def make_model(args: argparse.Namespace, config: Config, device: str) -> GPT:
     if args.init != "scratch":
-        return load_weights(weights.resolve(args.init), device) if not args.dry_run else GPT(config)
+        return load_weights(weights.resolve(args.init), device)
     model = GPT(config)
     scratch.init_weights(model, torch.Generator().manual_seed(args.seed))
     return model.to(device)
 
 
-def describe(args: argparse.Namespace, model: GPT, corpus: Corpus, batches: Batches) -> str:
-    config = model.config
-    n = sum(p.numel() for p in model.parameters())
+def describe(args: argparse.Namespace, config: Config, corpus: Corpus, batches: Batches) -> str:
+    """What a run would take. Of a batch's memory the greater part is counted: what the backward pass keeps."""
+    with torch.device("meta"):
+        n = sum(p.numel() for p in GPT(config).parameters())
     some = [batches(step) for step in range(min(args.steps, 64))]
     widest = [max(row.end - row.begin - 1 for row in rows) for rows in some]
     read = sum(row.end - row.begin - 1 for rows in some for row in rows)
@@ -233,8 +251,7 @@ def describe(args: argparse.Namespace, model: GPT, corpus: Corpus, batches: Batc
 def run(args: argparse.Namespace, out: Path) -> None:
     world, device = join_world(args.device)
     chief = world.rank == 0
-    checkpoint = out / CHECKPOINT
-    counts, done = what_counts(args), 0
+    checkpoint, counts, done = out / CHECKPOINT, what_counts(args), 0
     if checkpoint.exists():
         if not args.resume:
             raise ValueError(f"{checkpoint} is there already: --resume goes on from it; or choose another --out")
@@ -244,61 +261,54 @@ def run(args: argparse.Namespace, out: Path) -> None:
     elif chief:
         prepare(args, out)
     if world.size > 1:
-        torch.distributed.barrier()
+        torch.distributed.barrier()  # the others read what the first has prepared
     tokenizer, config = Tokenizer.from_folder(out), Config.from_folder(out)
+    if config.attention == "prefix" and not args.data.endswith(".jsonl"):
+        raise ValueError('prefix attention needs prompts: expected --data FILE.jsonl of {"prompt", "completion"}')
     chat = tokenizer.template is not None if args.chat is None else args.chat
     length = min(args.length or 1024, config.max_positions)
     corpus = read_corpus(args.data, tokenizer, length, chat)
     valid = read_corpus(args.valid, tokenizer, length, chat, whole=True) if args.valid else None
-    if config.attention == "prefix" and not args.data.endswith(".jsonl"):
-        raise ValueError('prefix attention needs prompts: expected --data FILE.jsonl of {"prompt", "completion"}')
-    for file, part in ((args.data, corpus), (args.valid, valid)):
-        if chief and part and part.left_out:
-            note(f"{file}: {part.left_out} examples of more than {length} tokens are left out")
     batches = Batches(corpus, args.batch_size, args.seed)
-    model = GPT(config).to(device) if done else make_model(args, config, device)
     if args.dry_run:
-        print(describe(args, model, corpus, batches))
+        print(describe(args, config, corpus, batches))
         return
-    settings = Settings(
-        **{name: getattr(args, name) for name in ("steps", "lr", "min_lr", "warmup", "weight_decay", "clip")},
-        accumulate=args.accumulate,
-        bfloat16=args.dtype == "bfloat16",
-    )
+    names = ("steps", "lr", "min_lr", "warmup", "weight_decay", "clip", "accumulate")
+    settings = Settings(**{name: getattr(args, name) for name in names}, bfloat16=args.dtype == "bfloat16")
+    model = GPT(config).to(device) if done else make_model(args, config, device)
     optimiser = make_optimiser(model, settings)
     if done:
         load_checkpoint(checkpoint, model, optimiser, done)
-    elif args.resume and chief:
-        note(f"no checkpoint in {out} yet: from the beginning")
     if chief:
+        for left in [*out.glob(".*.tmp"), *out.glob(".tmp*")]:  # of a killed run: ours, and safetensors' own
+            left.unlink()
         log = Log(out / LOG, done)
         note(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(corpus.spans):,} examples")
+        for file, part in ((args.data, corpus), (args.valid, valid)):
+            if part and part.left_out:
+                note(f"{file}: {part.left_out} examples of more than {length} tokens are left out")
+        if args.resume:
+            note(f"going on behind step {done}" if done else f"no checkpoint in {out} yet: from the beginning")
     valid_batches = all_batches(valid, -(-args.batch_size // world.size)) if valid else []
-    began, first, seen = time.perf_counter(), done, 0
     saved = f"{checkpoint} (step {done})" if done else "none"
+    clock = Clock(args.steps - done)
     try:
         for step in train(model, optimiser, corpus, batches, settings, done=done, world=world):
-            seen += step.tokens
-            last = step.number == args.steps
-            valid_loss = None
+            rate = clock.rate(step.tokens)
+            last, valid_loss = step.number == args.steps, None
             if valid and (last or step.number % args.valid_every == 0):
                 valid_loss = evaluate(model, valid, valid_batches, settings.bfloat16, world)
-            if not chief:
-                continue
-            seconds = time.perf_counter() - began
-            log.write(step.number, step.tokens, step.rate, step.loss, step.norm, valid_loss, round(seen / seconds, 1))
-            if last or valid_loss is not None or step.number % args.log_every == 0:
-                left = seconds / (step.number - first) * (args.steps - step.number)
-                note(
-                    f"step {step.number}/{args.steps}  loss {step.loss:.4f}"
-                    + (f"  validation {valid_loss:.4f}" if valid_loss is not None else "")
-                    + f"  {seen / seconds:,.0f} tokens/s  {int(left // 60)}:{int(left % 60):02} left"
-                )
-            if last or step.number % args.save_every == 0:
-                save_checkpoint(checkpoint, model, optimiser, {"step": step.number, "settings": counts})
-                saved = f"{checkpoint} (step {step.number})"
-    except ArithmeticError as error:
-        raise ValueError(f"{error}; the last good checkpoint: {saved}. Lower --lr, or look at the data") from None
+            if chief:
+                log.write(step.number, step.tokens, step.rate, step.loss, step.norm, valid_loss, round(rate, 1))
+                if last or valid_loss is not None or step.number % args.log_every == 0:
+                    told = "" if valid_loss is None else f"  validation {valid_loss:.4f}"
+                    note(f"step {step.number}/{args.steps}  loss {step.loss:.4f}{told}  {rate:,.0f} tokens/s  {clock}")
+                if last or step.number % args.save_every == 0:
+                    save_checkpoint(checkpoint, model, optimiser, {"step": step.number, "settings": counts})
+                    saved = f"{checkpoint} (step {step.number})"
+            clock.go()
+    except (ArithmeticError, OSError) as error:
+        raise ValueError(f"{error}. The last good checkpoint: {saved}") from None
     if chief:
         write_parameters(out / SINGLE, config, dict(model.named_parameters()))
         log.draw(out / CURVE)

@@ -128,6 +128,8 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
+        os.umask(umask := os.umask(0))  # the only way to read it
+        temporary.chmod(0o666 & ~umask)  # safetensors writes files that only their owner may read
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)

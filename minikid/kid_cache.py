@@ -80,12 +80,15 @@ def generate_on_cache(
     """Continue one prompt as `decode.generate` does, with `cache_step` in place of the policy's update.
 
     Sampled from is the geometric mean p^mix pi^(1 - mix), normalised. The policy gives demonstrations, reward, beta and
-    its rule, "fixed" in the released program or "adapt". ValueError for the rule "solve", and as `generate`.
+    its rule, "fixed" in the released program or "adapt". ValueError for the rule "solve", for prefix attention,
+    and as `generate`.
     """
     # [T] -> generation
     update = policy.update
     if update.rule == "solve":
         raise ValueError("steps on the cache have no closed form to solve beta for; use the rule 'fixed' or 'adapt'")
+    if model.config.attention == "prefix":
+        raise ValueError("steps on the cache read a prompt's last token apart, which prefix attention does not allow")
     check_room(model, prompt_ids, max_new_tokens)
     eos = frozenset(model.config.eos_ids if eos_ids is None else eos_ids)
     row, state, cache = Generation(), policy.start(prompt_ids), model.new_cache()

@@ -283,6 +283,10 @@ class GPT(nn.Module):
         """The last layer's normalised states; `head` makes logits of those positions that are wanted."""
         # [B, T], [B] -> [B, T, D]
         if memory is not None:
+            if self.config.attention == "prefix":
+                raise ValueError(
+                    "a working memory stands before the context, which a model with prefix attention lacks"
+                )
             cache = self.new_cache(len(tokens)) if cache is None else cache
             memory.write(cache)
         elif cache is not None and cache.length and cache.front:
@@ -308,10 +312,11 @@ class GPT(nn.Module):
             angles = position[:, None, :, None].float() * frequency  # [1 or B, 1, T, C/2]
             cos, sin = torch.cat([angles, angles], dim=-1).cos(), torch.cat([-angles, angles], dim=-1).sin()
             rotation = cos.to(self.dtype), sin.to(self.dtype)
-        whole = self.config.attention == "prefix" and cache is not None and past == 0  # a prompt: all see all
-        ragged = start is not None or (self.config.attention == "prefix" and cache is None and prefix is not None)
-        causal = past == 0 and T > 1 and not whole and not ragged
-        mask = None if whole or causal else _mask(slots, start, prefix if cache is None else None)
+        both_ways = self.config.attention == "prefix" and past == 0
+        whole = both_ways and cache is not None  # a prompt and nothing else: all see all
+        prefix = prefix if both_ways and cache is None else None
+        causal = past == 0 and T > 1 and start is None and prefix is None and not whole
+        mask = None if whole or causal else _mask(slots, start, prefix)
         if memory is not None and memory.slots:
             mask = _biased(mask, memory.bias, past + T, start)
         for layer, block in enumerate(self.blocks):

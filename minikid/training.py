@@ -112,7 +112,10 @@ def train(
         loss = gradients(model, corpus, rows, total, settings, world)
         norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip or math.inf))
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise ArithmeticError(f"step {step + 1} has a loss of {loss} and a gradient of norm {norm}")
+            raise ArithmeticError(
+                f"step {step + 1} has a loss of {loss} and a gradient of norm {norm}; lower the learning rate, or look "
+                "at the data"
+            )
         for group in optimiser.param_groups:
             group["lr"] = settings.rate(step)
         optimiser.step()
