@@ -68,8 +68,10 @@ def test_the_streams_are_one_attention_with_a_bias(lengths, T, before, heads, co
     assert close(slow, F.scaled_dot_product_attention(q, keys, values, attn_mask=bias))
 
 
-def literal(model: GPT, prefix, units, length, context, context_stream=True, temperature=1.0) -> torch.Tensor:
-    """Logits of the context, each layer as k + 1 streams over the units that plain reading gives."""
+def literal(model: GPT, prefix, units, start, context, context_stream=True, temperature=1.0) -> torch.Tensor:
+    """Logits of a context that begins at position `start`, each layer as k + 1 streams over the units that plain
+    reading gives.
+    """
     # -> [T, V]
     c, P = model.config, len(prefix)
     caches = [model.new_cache() for _ in units]
@@ -77,8 +79,8 @@ def literal(model: GPT, prefix, units, length, context, context_stream=True, tem
     if prefix:
         model(rows(prefix), shared)
     for unit, cache in zip(units, caches, strict=True):
-        model(rows([*prefix, *unit[:length]]), cache)
-    position = torch.arange(len(context)) + P + (length if units else 0)
+        model(rows([*prefix, *unit]), cache)
+    position = torch.arange(len(context)) + start
     x = model.embed(torch.tensor(context))
     if c.rope is None:
         x = x + model.positions(position)
@@ -126,7 +128,8 @@ tokens = st.lists(st.integers(0, V - 1), min_size=1, max_size=9)
     st.sampled_from(FAMILIES),
     st.integers(1, 3),
     st.integers(1, 3),
-    st.lists(tokens, max_size=5),
+    st.lists(tokens, max_size=4),
+    st.integers(0, 2),
     st.integers(1, 7),
     tokens | st.just([]),
     tokens,
@@ -136,14 +139,16 @@ tokens = st.lists(st.integers(0, V - 1), min_size=1, max_size=9)
 )
 @settings(deadline=None, max_examples=60)
 def test_logits_equal_the_literal_streams(
-    family, kv_heads, group, passages, length, prefix, context, stream, temperature, cut
+    family, kv_heads, group, passages, free, length, prefix, context, stream, temperature, cut
 ):
-    """Any heads, groups, units and lengths, in a fresh cache and in pieces; passages too long are cut."""
+    """Any heads, groups, units, lengths and free places, in a fresh cache and in pieces; passages too long are cut."""
     model = random_model(family, kv_heads, group)
-    memory = WorkingMemory(model, len(passages), length, prefix, context_stream=stream, temperature=temperature)
+    capacity, units = len(passages) + free, [passage[:length] for passage in passages]
+    memory = WorkingMemory(model, capacity, length, prefix, context_stream=stream, temperature=temperature)
     dropped = [memory.add(passage).dropped for passage in passages]
     assert dropped == [max(len(passage) - length, 0) for passage in passages]
-    expected = literal(model, prefix, passages, length, context, stream, temperature)[None]
+    start = len(prefix) + (length if capacity else 0)
+    expected = literal(model, prefix, units, start, context, stream, temperature)[None]
     assert close(model(rows(context), None, memory), expected)
     cache = model.new_cache()
     pieces = [model(piece, cache, memory) for piece in rows(context).split(cut, dim=1)]
