@@ -267,8 +267,8 @@ class GPT(nn.Module):
 
         With `config.attention` "prefix", the tokens of a prompt see each other in both directions. The prompt is what
         the first call on an empty cache reads; without a cache, the first `prefix[b]` tokens of row b (none: 0).
-        With a memory, they are read with its passages in view (working_memory.py), from the cache's first token to its
-        last. ValueError when the sequence would outgrow `config.max_positions`; the cache is unchanged then.
+        With a memory, which a cache then keeps from its first token to its last, they have its passages in view
+        (working_memory.py). ValueError when the sequence would outgrow `config.max_positions`; no token is read then.
         """
         # [B, T], [B] -> [B, T, V]
         return self.head(self.hidden(tokens, cache, memory, prefix))
