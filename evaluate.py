@@ -20,6 +20,9 @@ import torch
 from minikid import metrics, options, weights
 from minikid.chain import accuracy
 from minikid.decode import Generation, LittleKID, Vanilla, beam_search_batch, generate_batch, generate_on_cache, greedy
+from minikid.ewe import SETTINGS, generate_ewe
+from minikid.ewe_options import OPTIONS as EWE_OPTIONS
+from minikid.ewe_options import add_ewe_options, make_settings, make_verifier
 from minikid.filter import MEASURES, saving, with_context
 from minikid.generation import check_room
 from minikid.knowledge import KnowledgeTrie
@@ -152,6 +155,27 @@ def rr(setup: Setup, questions: Sequence[Question], prompts: Prompts) -> list[Ge
     return found
 
 
+def ewe(decoder: str, setup: Setup, questions: Sequence[Question], prompts: Prompts) -> list[Generation]:
+    """Retrieval is BM25's over the question's own passages."""
+    settings = make_settings(setup.args, decoder)
+    verifier, sampler = make_verifier(setup.args, setup.model, setup.tokenizer), options.make_sampler(setup.args)
+    return [
+        generate_ewe(
+            setup.model,
+            setup.tokenizer,
+            question.question,
+            BM25(setup.passages(question)),
+            verifier,
+            sampler,
+            settings,
+            max_new_tokens=setup.args.max_new_tokens,
+            chat=setup.args.chat,
+            generator=generator_of(setup, question),
+        )
+        for question in questions
+    ]
+
+
 @dataclass(frozen=True)
 class Decoder:
     decode: Callable[[Setup, Sequence[Question], Prompts], list[Generation]]
@@ -175,6 +199,7 @@ DECODERS = {  # in the order of the table of results
     "cot": Decoder(cot, ("task", "demos")),
     "self-consistency": Decoder(self_consistency, PATHS),
     "rr": Decoder(rr, (*PATHS, "k", "form", "variant", "nli", "encoder")),
+    **{name: Decoder(partial(ewe, name), (*SAMPLE, "k", *EWE_OPTIONS)) for name in SETTINGS},
 }
 
 
@@ -277,6 +302,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options.add_model_options(parser)
     options.add_decoding_options(parser)
     options.add_rethink_options(parser)
+    add_ewe_options(parser)
     parser.add_argument("--encoder", default=weights.ENCODER, metavar="NAME|DIR", help="of rr's similarities")
     parser.set_defaults(max_new_tokens=60)
     args = parser.parse_args(argv)
@@ -291,6 +317,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')}: expected 1 or more")
     try:
         options.check_filter(args.filter)
+        make_settings(args, "ewe")
         return options.settle(args)
     except ValueError as error:
         parser.error(str(error))

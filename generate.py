@@ -21,6 +21,8 @@ from minikid.decode import (
     generate_on_cache,
     greedy,
 )
+from minikid.ewe import SETTINGS, EweGeneration, generate_ewe
+from minikid.ewe_options import add_ewe_options, make_settings, make_verifier
 from minikid.filter import MEASURES, Reader, filter_by_model, saving, select, with_context, word_counts
 from minikid.knowledge import KnowledgeTrie
 from minikid.model import GPT, Tokenizer, load
@@ -29,8 +31,8 @@ from minikid.rethinker import as_record, as_text
 from minikid.triples import Triple
 
 PROMPT = "Does marijuana impair driving ability?"
-DECODERS = ("greedy", "sample", "beam", "kid", "little-kid", "trie", "rr")
-COLOUR, PLAIN = "\x1b[36m", "\x1b[0m"
+DECODERS = ("greedy", "sample", "beam", "kid", "little-kid", "trie", "rr", *SETTINGS)
+COLOUR, STRUCK, PLAIN = "\x1b[36m", "\x1b[9m", "\x1b[0m"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -48,6 +50,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options.add_model_options(parser)
     options.add_decoding_options(parser)
     options.add_rethink_options(parser)
+    add_ewe_options(parser)
     parser.add_argument("--num-samples", type=options.count, default=1, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--beams", type=options.count, default=5, metavar="B", help="of beam and trie (default: %(default)s)"
@@ -62,7 +65,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-lookahead", action="store_true", help="of trie: the prefix tree alone")
     parser.add_argument("--json", action="store_true", help="one JSON object per generation on standard output")
     args = parser.parse_args(argv)
-    if args.filter and args.decoder in ("trie", "ewe", "rr"):
+    if args.context and args.decoder in SETTINGS:
+        parser.error(f"--context: the passages of --decoder {args.decoder} are in its memory; choose another decoder")
+    if args.filter and args.decoder in ("trie", "rr", *SETTINGS):
         parser.error(f"--filter: the passages of --decoder {args.decoder} are not filtered; choose another decoder")
     if bool(args.answer) != (args.filter in MEASURES):
         parser.error(
@@ -72,6 +77,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     try:
         options.check_filter(args.filter)
         options.settle(args)
+        if args.decoder in SETTINGS:
+            make_settings(args, args.decoder)
         args.question = read_prompt(args)
     except (ValueError, OSError) as error:
         parser.error(str(error))
@@ -160,6 +167,13 @@ class Stream:
         text, self.place = self.tokenizer.read_on(self.tokens, self.place)
         self.write(text, self.colour and token in getattr(state, "demonstrations", ()))
 
+    def sentence(self, tokens: list[int], kept: bool) -> None:
+        """A whole sentence; one that is written again is struck through on a terminal, and nowhere else."""
+        for token in tokens if kept else ():
+            self(0, token, None)
+        if not kept and self.colour:
+            print(f"{STRUCK}{self.tokenizer.decode(tokens)}{PLAIN}", end=" ", flush=True)
+
     def write(self, text: str, coloured: bool = False) -> None:
         self.written += text
         print(f"{COLOUR}{text}{PLAIN}" if text and coloured else text, end="", flush=True)
@@ -188,6 +202,8 @@ def as_json(
         ]
         record["kl"] = [state.kl for state in row.states]
         record["beta"] = [state.beta for state in row.states]
+    if isinstance(row, EweGeneration):
+        record["pauses"] = [pause.record() for pause in row.pauses]
     return json.dumps(record, ensure_ascii=False)
 
 
@@ -275,6 +291,47 @@ def run_rethink(args: argparse.Namespace) -> None:
     note(f"{len(rows)} paths, {sum(row.forwarded for row in rows)} tokens forwarded for them, {seconds:.1f} s in all")
 
 
+def run_ewe(args: argparse.Namespace) -> None:
+    """Text that pauses to retrieve, to verify and to write again what is refuted; printed sentence by sentence."""
+    began = time.perf_counter()
+    retriever, triples = options.open_knowledge(args)
+    model, tokenizer = load(args.model, args.device, options.DTYPES[args.dtype])
+    settings, verifier = make_settings(args, args.decoder), make_verifier(args, model, tokenizer, triples)
+    stream = Stream(tokenizer, sys.stdout.isatty() and "NO_COLOR" not in os.environ)
+    live, rows = args.num_samples == 1 and not args.json, []
+    for i in range(args.num_samples):
+        row = generate_ewe(
+            model,
+            tokenizer,
+            args.question,
+            retriever,
+            verifier,
+            options.make_sampler(args),
+            settings,
+            max_new_tokens=args.max_new_tokens,
+            chat=args.chat,
+            generator=torch.Generator().manual_seed(args.seed + i),
+            on_sentence=stream.sentence if live else None,
+        )
+        rows.append(row)
+        if args.json:
+            print(
+                as_json(args, i, row, tokenizer, [hit.passage for pause in row.pauses for hit in pause.hits]),
+                flush=True,
+            )
+        elif not live:
+            print(f"[{i + 1}] {tokenizer.decode(row.tokens)}", flush=True)
+    if live:
+        stream.close()
+    dropped, rewritten = sum(row.dropped for row in rows), sum(pause.deleted for row in rows for pause in row.pauses)
+    if dropped:
+        note(f"{dropped} tokens of passages did not fit in --unit-length {settings.unit_length}")
+    pauses = sum(len(row.pauses) for row in rows)
+    total, seconds = sum(len(row.tokens) for row in rows), time.perf_counter() - began
+    note(f"{pauses} pauses, {rewritten} sentences written again")
+    note(f"{total} tokens, {sum(row.forwarded for row in rows)} forwarded, {seconds:.1f} s in all")
+
+
 def generate_rows(args: argparse.Namespace, model: GPT, prompt: list[int], policy, on_token) -> list[Generation]:
     n, length = args.num_samples, args.max_new_tokens
     if args.decoder == "beam":
@@ -298,7 +355,8 @@ def generate_rows(args: argparse.Namespace, model: GPT, prompt: list[int], polic
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     try:
-        {"trie": run_trie, "rr": run_rethink}.get(args.decoder, run)(args)
+        runs = {"trie": run_trie, "rr": run_rethink} | dict.fromkeys(SETTINGS, run_ewe)
+        runs.get(args.decoder, run)(args)
     except (ValueError, OSError) as error:
         note(f"generate.py: error: {error}")
         return 1

@@ -11,6 +11,7 @@ same loop with other settings (Ewe 3.5).
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,6 +54,13 @@ class Settings:
             raise ValueError(f"expected a trigger of {', '.join(TRIGGERS)}, got {self.trigger!r}")
         if min(self.hits, self.per_unit) < 1 or min(self.retrieve_every, self.verify_every, self.tries) < 0:
             raise ValueError(f"expected hits and passages per unit from 1, intervals and tries from 0, got {self}")
+        if (
+            self.temperature <= 0
+            or (1 if self.context_weight is None else self.context_weight) <= 0
+            or self.units < 0
+            or self.unit_length < 1
+        ):
+            raise ValueError(f"expected weight, temperature and unit length above 0, units from 0, got {self}")
 
 
 # Ewe 3.5. RAG has all passages in the one unit, which without a context's own stream is a prompt with them in front.
@@ -76,6 +84,19 @@ class Pause:
     evicted: tuple[Passage, ...] = ()
     verdicts: tuple[Verdict, ...] = ()
     deleted: bool = False  # the sentence is written again
+
+    def record(self) -> dict[str, Any]:
+        """For JSON: passages by their ids."""
+        return {
+            "place": self.place,
+            "sentence": self.sentence,
+            "query": self.query,
+            "hits": [{"id": hit.passage.id, "score": hit.score} for hit in self.hits],
+            "added": [passage.id for passage in self.added],
+            "evicted": [passage.id for passage in self.evicted],
+            "verdicts": [{**v._asdict(), "passage": v.passage and v.passage.id} for v in self.verdicts],
+            "deleted": self.deleted,
+        }
 
 
 @dataclass

@@ -11,6 +11,7 @@ from tiny import SPECIAL, TEMPLATE, byte_tokenizer, write_folder
 
 import generate
 from minikid import retrieve
+from minikid.ewe import SETTINGS
 from minikid.knowledge import KnowledgeTrie
 from minikid.options import separator_of
 from minikid.passages import read_passages
@@ -38,7 +39,7 @@ def run(folder, capfd):
     return call
 
 
-@pytest.mark.parametrize("decoder", [name for name in generate.DECODERS if name not in ("trie", "rr")])
+@pytest.mark.parametrize("decoder", [name for name in generate.DECODERS if name not in ("trie", "rr", *SETTINGS)])
 def test_every_decoder_writes_its_text_alone_to_standard_output(run, decoder):
     code, out, err = run("--decoder", decoder, "--prompt", "What is the capital of Mongolia?")
     assert code == 0
