@@ -52,8 +52,7 @@ KEYS = {
 def read_sentences(path: str | Path) -> Iterator[Passage]:
     """The knowledge of one file as passages, in file order; ValueError names the file and line of a bad one."""
     path = Path(path)
-    name = path.name.removesuffix(".gz")
-    if name.endswith(".json"):
+    if path.suffix == ".json":
         return _tables(path)
     if not holds_triples(path):
         return read_passages(path)
@@ -72,15 +71,13 @@ def temporal_sentence(entity: str, relation: str, start: str, end: str) -> str:
 
 def triple_sentence(head: str, relation: str, tail: str) -> str:
     """A triple by the template of its relation, or read as a phrase: (Tuul, flows through, Ulaanbaatar)."""
-    template = RELATIONS.get(re.sub(r"[\W_]+", "", relation).lower(), "{h} " + _phrase(relation) + " {t}")
-    return _sentence(template.format(h=head.replace("_", " "), t=tail.replace("_", " ")))
+    template = RELATIONS.get(re.sub(r"[\W_]+", "", relation).lower())
+    head, tail = head.replace("_", " "), tail.replace("_", " ")
+    return _sentence(template.format(h=head, t=tail) if template else f"{head} {_phrase(relation)} {tail}")
 
 
 def table_sentences(table: dict[str, Sequence[str]]) -> list[str]:
-    """The rows of a table about its "title", key by key: "The spouse of Ana is Luis."
-
-    One sentence a key: "The instruments of Ana are guitar and piano."
-    """
+    """One sentence for each key of a table about its "title": "The instruments of Ana are guitar and piano." """
     subject = " ".join(table.get("title", ())) or "it"
     found = []
     for key, values in table.items():
@@ -91,30 +88,22 @@ def table_sentences(table: dict[str, Sequence[str]]) -> list[str]:
     return found
 
 
-def read_tables(path: str | Path) -> list[dict[str, list[str]]]:
-    """The tables of a .json file; a value alone counts as a list of one."""
-    path = Path(path)
+def _tables(path: Path) -> Iterator[Passage]:
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         line = getattr(error, "lineno", 1)
         raise ValueError(f"{path}:{line}: expected a table {{key: [values]}} in JSON: {error}") from None
-    tables = []
     for number, table in enumerate(content if isinstance(content, list) else [content], start=1):
         place = f"{path}, table {number}"
         if not isinstance(table, dict):
             raise ValueError(f"{place}: expected an object {{key: [values]}}, came {type(table).__name__}")
-        rows = {key: value if isinstance(value, list) else [value] for key, value in table.items()}
+        rows = {key: values if isinstance(values, list) else [values] for key, values in table.items()}
         for key, values in rows.items():
             if not all(isinstance(value, str | int | float) for value in values):
                 raise ValueError(f"{place}: expected a list of texts or numbers as {key!r}, came {values!r}")
-        tables.append({key: [str(value) for value in values] for key, values in rows.items()})
-    return tables
-
-
-def _tables(path: Path) -> Iterator[Passage]:
-    for number, table in enumerate(read_tables(path), start=1):
-        for row, sentence in enumerate(table_sentences(table), start=1):
+        sentences = table_sentences({key: [str(value) for value in values] for key, values in rows.items()})
+        for row, sentence in enumerate(sentences, start=1):
             yield Passage(f"{path.name}:{number}.{row}", "", sentence)
 
 
