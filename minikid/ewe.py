@@ -35,7 +35,7 @@ class Settings:
 
     units: int = 5  # k; 0 is the plain model
     unit_length: int = 192  # L, tokens
-    hits: int = 5  # passages looked for at a time
+    hits: int = 5  # passages looked for at a time, of which the best k become units
     retrieve_every: int = 1  # T_r, sentences between retrieval feedbacks; 0: none but at the beginning
     verify_every: int = 1  # T_v, sentences between verifications; 0: none. The paper has 8, for longer texts
     threshold: float = 0.0  # a passage found while writing must score above it
@@ -43,7 +43,7 @@ class Settings:
     doubt: float = 0.4  # nats, or a probability
     tries: int = 3  # R, how often a sentence is written again
     verify_first: bool = False  # of the two feedbacks
-    per_unit: int = 1  # passages that share a unit, one behind the other
+    joined: bool = False  # passages that are found together share a unit, one behind the other
     rewrite: bool = False  # FLARE: a sentence that brought in new passages is itself written again
     context_stream: bool = True
     context_weight: float | None = None
@@ -52,22 +52,18 @@ class Settings:
     def __post_init__(self) -> None:
         if self.trigger not in TRIGGERS:
             raise ValueError(f"expected a trigger of {', '.join(TRIGGERS)}, got {self.trigger!r}")
-        if min(self.hits, self.per_unit) < 1 or min(self.retrieve_every, self.verify_every, self.tries) < 0:
-            raise ValueError(f"expected hits and passages per unit from 1, intervals and tries from 0, got {self}")
-        if (
-            self.temperature <= 0
-            or (1 if self.context_weight is None else self.context_weight) <= 0
-            or self.units < 0
-            or self.unit_length < 1
-        ):
-            raise ValueError(f"expected weight, temperature and unit length above 0, units from 0, got {self}")
+        counts = min(self.units, self.retrieve_every, self.verify_every, self.tries)
+        weight = 1.0 if self.context_weight is None else self.context_weight
+        if counts < 0 or min(self.hits, self.unit_length) < 1 or min(self.temperature, weight) <= 0:
+            raise ValueError(
+                "expected units, intervals and tries from 0, hits and unit_length from 1, context_weight and "
+                f"temperature above 0, got {self}"
+            )
 
 
 # Ewe 3.5. RAG has all passages in the one unit, which without a context's own stream is a prompt with them in front.
-RAG = Settings(units=1, per_unit=5, unit_length=960, retrieve_every=0, verify_every=0, context_stream=False)
-FLARE = Settings(
-    units=1, per_unit=5, unit_length=960, verify_every=0, trigger="min-prob", rewrite=True, context_stream=False
-)
+RAG = Settings(units=1, joined=True, unit_length=960, retrieve_every=0, verify_every=0, context_stream=False)
+FLARE = replace(RAG, retrieve_every=1, trigger="min-prob", rewrite=True)
 ITERATIVE_RAG = Settings(verify_every=0)
 SETTINGS = {"ewe": Settings(), "ewe-rag": RAG, "ewe-flare": FLARE, "ewe-iterative": ITERATIVE_RAG}
 
@@ -144,10 +140,10 @@ class Shelf:
 
     def add(self, passages: Sequence[Passage]) -> tuple[tuple[Passage, ...], tuple[Passage, ...]]:
         """Make passages, best first, units of the memory, the best last, which stays longest; (added, evicted)."""
-        k, size = self.settings.units, self.settings.per_unit
-        if not k:
+        k = self.settings.units
+        if not k or not passages:
             return (), ()
-        groups = [tuple(passages[i : i + size]) for i in range(0, len(passages), size)][:k][::-1]
+        groups = [tuple(passages)] if self.settings.joined else [(passage,) for passage in reversed(passages[:k])]
         for group in groups:
             text = "\n\n".join(f"{p.title}: {p.text}" if p.title else p.text for p in group) + "\n\n"
             self.dropped += self.memory.add(self.tokenizer.encode(text)).dropped

@@ -237,7 +237,7 @@ def test_rag_is_the_prompt_with_the_passages(model):
 
 
 def test_flare_rewrites_what_was_doubtful_with_what_it_found(model):
-    settings = replace(FLARE, unit_length=80, hits=1, per_unit=1, doubt=1.0, tries=1)
+    settings = replace(FLARE, unit_length=80, hits=1, doubt=1.0, tries=1)
     generation = run(model, settings=settings)
     rewritten = [pause for pause in generation.pauses if pause.deleted]
     assert rewritten
@@ -316,7 +316,18 @@ def test_the_layout_is_the_prompt_cut_in_two():
         assert QUESTION in tokenizer.decode(context)
 
 
-@pytest.mark.parametrize("bad", [{"trigger": "never"}, {"hits": 0}, {"tries": -1}, {"per_unit": 0}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"trigger": "never"},
+        {"hits": 0},
+        {"tries": -1},
+        {"units": -1},
+        {"temperature": 0.0},
+        {"context_weight": 0.0},
+        {"unit_length": 0},
+    ],
+)
 def test_bad_settings(bad):
     with pytest.raises(ValueError, match="expected"):
         Settings(**bad)
