@@ -188,7 +188,7 @@ class Attention(nn.Module):
         else:
             # the G queries of a key-value head attend as if they were G * T positions: nothing is repeated in memory
             q = q.reshape(B, self.kv_heads, -1, self.head_dim)  # [B, K, G * T, C]
-            if mask is not None and q.shape[2] > T:
+            if mask is not None and q.shape[2] > T > 1:
                 mask = mask.repeat(1, 1, q.shape[2] // T, 1)
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         y = y.view(B, self.heads, T, self.head_dim).transpose(1, 2).reshape(B, T, -1)
