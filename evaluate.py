@@ -340,6 +340,9 @@ def run(args: argparse.Namespace) -> None:
     if not questions:
         raise ValueError(f"{args.data}: no questions; expected JSON lines, or one array, of records")
     results = compare({name: run_decoder(setup, name, questions) for name in args.decoders}, args.seed)
+    if args.filter:
+        before, left = (sum(line["words"][i] for line in lines) for i in (0, 1))
+        results["filter"] = {"words": [before, left], "found": sum(line["found"] for line in lines)}
     results["settings"] = {name: settings_of(args, name) for name in args.decoders}
     write_results(args.out / "results.json", results)
     print(table(results, DECODERS))

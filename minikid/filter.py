@@ -74,8 +74,8 @@ def lexical_overlap(text: str, answers: Sequence[str], question: str = "") -> fl
 
     Words are SQuAD's (`metrics.normal_words`), never characters: "listen" and "silent" have nothing in common.
     """
-    best = metrics.best(metrics.unigram_f1, text, [f"{question} {answer}" for answer in answers])
-    return (best or 0.0) / 100
+    wanted = [f"{question} {answer}" for answer in answers if answer.strip()]
+    return (metrics.best(metrics.unigram_f1, text, wanted) or 0.0) / 100
 
 
 def cxmi(model: GPT, tokenizer: Tokenizer, text: str, question: str, answer: str, chat: bool | None = None) -> float:

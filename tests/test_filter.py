@@ -3,6 +3,8 @@
 import inspect
 import json
 import math
+import runpy
+import sys
 
 import pytest
 import torch
@@ -88,9 +90,9 @@ def test_lexical_overlap_is_the_f1_of_word_multisets(text, answers, expected):
 
 
 def test_lexical_overlap_with_the_question():
-    assert lexical_overlap("capital Mongolia Ulaanbaatar", ["Ulaanbaatar"], "capital of Mongolia") == pytest.approx(
-        6 / 7
-    )
+    found = lexical_overlap("capital Mongolia Ulaanbaatar", ["Ulaanbaatar"], "capital of Mongolia")
+    assert found == pytest.approx(6 / 7)
+    assert lexical_overlap("capital of Mongolia", [" "], "capital of Mongolia") == 0.0
 
 
 # --- CXMI
@@ -398,6 +400,18 @@ def test_evaluate_reads_what_the_oracle_left(run_evaluate, data, tmp_path):
     assert sum(line["forwarded"] for line in filtered["rag"]) < sum(line["forwarded"] for line in whole["rag"])
     assert "filter" not in whole
     assert run_evaluate("--filter", "strinc") == filtered  # from the lines that are there
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results["filter"] == {"words": [43, 17], "found": 2}
+    assert results["settings"]["rag"]["filter"] == "strinc"
+
+
+def test_the_program_is_the_modules(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["minikid.filter", "oracle"])
+    monkeypatch.delitem(sys.modules, "minikid.filter")
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module("minikid.filter", run_name="__main__")
+    assert stop.value.code == 2
+    assert "--measure" in capsys.readouterr().err
 
 
 def test_gold_answers_change_nothing_behind_a_trained_filter(run_evaluate, folder, tmp_path, monkeypatch):
