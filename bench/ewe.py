@@ -1,6 +1,6 @@
 """Measure Ewe's working memory: attention to k units beside plain attention and the k + 1 streams, and whole steps.
 
-    python bench/ewe.py                    two threads, 4 units of 128 tokens, 9 rounds: about a minute
+    python bench/ewe.py                    two threads, 4 units of 128 tokens, 50 rounds: about a minute
 
 The context is as long as the units together. What is compared runs in turns within each round; ratios are taken round
 by round, and medians are printed. Attention is one layer of the default model's shape on random numbers; steps are
@@ -56,7 +56,7 @@ def attention(model: GPT, memory: WorkingMemory, rounds: int, T: int) -> list[li
         return aggregate_attention(q[0], parts[:-1], parts[-1])
 
     assert (one_pass(bias).view(H, T, C) - streams()).abs().max() < 1e-5
-    times = 400 if T == 1 else 4
+    times = max(1, 40 // T)  # short turns: noise lasts longer
     runs = {
         "plain": lambda: one_pass(seen if T > 1 else None),
         "memory": lambda: one_pass(bias),
@@ -113,7 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--units", type=int, default=4, help="k (default: %(default)s)")
     parser.add_argument("--unit-length", type=int, default=128, help="L (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=9, help="(default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=50, help="of attention; of steps a fifth (default: %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(THREADS)
     model, _ = load()
@@ -121,7 +121,7 @@ def main() -> None:
     for i in range(args.units):
         memory.add([100 + i] * args.unit_length)
     rows = [row for T in (1, 16, memory.slots) for row in attention(model, memory, args.rounds, T)]
-    rows += steps(model, memory, args.rounds)
+    rows += steps(model, memory, max(1, args.rounds // 5))
     print("|  | measured | target |\n| --- | --- | --- |")
     for name, value, target in rows:
         print(f"| {name} | {value:.3g} | {target or '-'} |")

@@ -140,7 +140,7 @@ class WorkingMemory:
                 keys = torch.cat([part.keys[layer] for part in self.parts], dim=1)
                 values = torch.cat([part.values[layer] for part in self.parts], dim=1)
                 cache.append(layer, keys.expand(cache.batch, -1, -1, -1), values.expand(cache.batch, -1, -1, -1))
-            cache.length, cache.front = self.slots, list(self.parts)
+            cache.length, cache.start, cache.front = self.slots, None, list(self.parts)
             return
         if cache.length < self.slots or [p.keys[0].shape for p in cache.front] != [p.keys[0].shape for p in self.parts]:
             raise ValueError(

@@ -319,6 +319,8 @@ def test_rows_of_a_batch_that_share_a_memory_equal_single_rows(family):
     batch, alone = batch.select([2, 0]), [caches[2], caches[0]]
     expected = torch.cat([model(rows(CONTEXT), cache, memory) for cache in alone])
     assert close(model(rows(CONTEXT, CONTEXT), batch, memory), expected)
+    batch.truncate(0)
+    assert close(model(rows(CONTEXT, CONTEXT), batch, memory)[1:], model(rows(CONTEXT), None, memory))
 
 
 def test_one_cache_that_is_copied_goes_on_twice():
