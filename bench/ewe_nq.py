@@ -1,7 +1,7 @@
 """Ewe beside RAG on Natural Questions, the gold passage among distractors: `python bench/ewe_nq.py nq.jsonl --out DIR`.
 
-Each question has five passages, its own and four of other questions that BM25 finds for it, best first; all models
-are told to answer in a few words, greedily. The runs are evaluate.py's, so one that was stopped goes on:
+Each question has five passages, its own and four of other questions that BM25 finds for it, best first. Texts are
+greedy, of 40 tokens at most. The runs are evaluate.py's, so one that was stopped goes on:
 
     plain, rag, ewe       no passages; all five in the prompt; all five in the memory (k = 5, L = 224)
     ... best passage      the one that BM25 ranks first, in the prompt or as the one unit
@@ -65,7 +65,7 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     data = args.out / "questions.jsonl"
     with_distractors(args.data, args.limit, data)
-    common = ["--temperature", "0", "--max-new-tokens", "32", "--batch-size", "8", "--limit", str(args.limit)]
+    common = ["--temperature", "0", "--max-new-tokens", "40", "--batch-size", "8", "--limit", str(args.limit)]
     common += ["--unit-length", "224", *args.rest]
     rows, lengths = [], {}
     for run in args.runs.split(","):

@@ -6,8 +6,12 @@ a word: p(yes, maybe, no) behind the question, alone and divided by what it answ
 """
 
 import argparse
+import sys
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from minikid.model import load
 from minikid.nli import LABELS, CrossEncoder, LanguageModelNLI
