@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,8 @@ def table(answers: list[dict], wanted: list[str], seed: int) -> None:
 def timing(args: argparse.Namespace) -> None:
     model, tokenizer = load(args.model)
     prompt = chain.cot_prompt(tokenizer, chain.read_demonstrations(task="yes-no"), "Did Aristotle use a laptop?")
-    model.config.eos_ids, seconds = [], {1: [], PATHS: []}  # all paths run to their full length
+    model.config = replace(model.config, eos_ids=())  # all paths run to their full length
+    seconds = {1: [], PATHS: []}
     for _ in range(args.repeat + 1):
         for n, times in seconds.items():
             began = time.perf_counter()

@@ -99,7 +99,11 @@ class Sampler:
         if self.temperature == 0:
             return greedy(log_p)
         p, tokens = self.distribution(log_p)
-        return int(tokens[torch.multinomial(p, 1, generator=generator)])
+        if len(p) < len(log_p):
+            return int(tokens[torch.multinomial(p, 1, generator=generator)])
+        sums = p.double().cumsum(0)  # over a whole vocabulary, multinomial's random number for each token takes long
+        place = torch.rand(1, dtype=torch.float64, generator=generator) * sums[-1]
+        return int(tokens[torch.searchsorted(sums, place, right=True).clamp_max(len(sums) - 1)])
 
 
 def generate(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 BLOCKS = 8  # as many cores have something to read; two are no faster with two blocks
-FEW_ROWS = 8  # up to here, bfloat16 products beat widening the whole matrix to float32
+FEW_ROWS = 8  # up to here, W X beats X W^T in float32, and bfloat16 products beat widening the whole matrix
 
 
 class BlockedLinear(nn.Module):
@@ -33,12 +33,15 @@ class BlockedLinear(nn.Module):
         W, even = self.weight, len(self.weight) // BLOCKS * BLOCKS
         if x.requires_grad or even == 0:  # backwards, a batch of blocks would be the slow form
             return F.linear(x, W, self.bias)
-        columns = x.reshape(-1, x.shape[-1]).mT  # [in, rows]
+        rows = x.reshape(-1, x.shape[-1])
         blocks = W[:even].view(BLOCKS, -1, W.shape[1])
-        y = torch.bmm(blocks, columns.expand(BLOCKS, -1, -1)).flatten(0, 1)  # [out, rows]
+        if len(rows) <= FEW_ROWS:  # as W X
+            y = torch.bmm(blocks, rows.mT.expand(BLOCKS, -1, -1)).flatten(0, 1).mT
+        else:  # as X W^T, which is faster from here on
+            y = torch.bmm(rows.expand(BLOCKS, -1, -1), blocks.mT).transpose(0, 1).flatten(1)
         if even < len(W):
-            y = torch.cat([y, W[even:] @ columns])
-        y = y.mT.reshape(*x.shape[:-1], -1)
+            y = torch.cat([y, rows @ W[even:].mT], dim=1)
+        y = y.contiguous().view(*x.shape[:-1], -1)  # attention is slow on what lies in columns
         return y if self.bias is None else y + self.bias
 
 
