@@ -398,3 +398,12 @@ def test_bad_samplers():
     for bad in ({"temperature": -0.1}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"temperature": math.nan}):
         with pytest.raises(ValueError, match="expected temperature >= 0, top_k >= 0 and 0 < top_p <= 1"):
             Sampler(**bad)
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_draws_are_as_frequent_as_their_probabilities(top_k):
+    p, n = torch.tensor([0.0, 0.5, 0.0, 0.3, 0.2, 0.0]), 4000
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.tensor([Sampler(top_k=top_k)(p.log(), generator) for _ in range(n)])
+    assert (torch.bincount(draws, minlength=6) / n - p).abs().max() < 0.03
+    assert p[draws].min() > 0
