@@ -10,6 +10,7 @@ what a trained filter, or cxmi, reads itself comes on top.
 """
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ from minikid.filter import (
 from minikid.metrics import Estimate
 from minikid.model import load
 from minikid.passages import Passage
-from minikid.questions import Question, read_questions
+from minikid.questions import Question, digest, read_questions
 
 BATCH, LENGTH = 16, 24
 EXAMPLES = [  # title, text, question, answer
@@ -65,16 +66,28 @@ def prompts_of(reader: Reader, rows: Sequence[Sequence[Passage]], questions: Seq
     return [tokenizer.prompt("\n\n".join([*shots, text]), chat=False) for text in texts]
 
 
-def answer(reader: Reader, prompts: Sequence[list[int]], known: dict[tuple[int, ...], str], name: str) -> list[str]:
-    """The first line of each greedy answer; prompts that were answered before are not asked again."""
-    model, tokenizer = reader
-    todo = sorted({tuple(prompt) for prompt in prompts} - known.keys(), key=len)
-    for start in tqdm(range(0, len(todo), BATCH), desc=name, unit="batch"):
-        batch = todo[start : start + BATCH]
-        rows = generate_batch(model, batch, [Vanilla()] * len(batch), greedy, max_new_tokens=LENGTH)
-        for prompt, row in zip(batch, rows, strict=True):
-            known[prompt] = (tokenizer.decode(row.tokens).strip().split("\n") or [""])[0]
-    return [known[tuple(prompt)] for prompt in prompts]
+class Answers:
+    """The first line of each greedy answer; what was asked before is remembered, with `path` from run to run."""
+
+    def __init__(self, reader: Reader, name: str, path: Path | None):
+        self.reader, self.name, self.path = reader, name, path
+        lines = path.read_text(encoding="utf-8").splitlines() if path and path.exists() else []
+        self.known: dict[str, str] = dict(map(json.loads, lines))
+
+    def __call__(self, prompts: Sequence[list[int]], label: str) -> list[str]:
+        model, tokenizer = self.reader
+        asked = {digest([self.name, prompt]): prompt for prompt in prompts}
+        todo = sorted(asked.keys() - self.known.keys(), key=lambda key: len(asked[key]))
+        for start in tqdm(range(0, len(todo), BATCH), desc=label, unit="batch"):
+            keys = todo[start : start + BATCH]
+            batch = [asked[key] for key in keys]
+            rows = generate_batch(model, batch, [Vanilla()] * len(batch), greedy, max_new_tokens=LENGTH)
+            texts = [tokenizer.decode(row.tokens).strip().split("\n")[0] for row in rows]
+            self.known.update(zip(keys, texts, strict=True))
+            if self.path:
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.writelines(json.dumps(pair) + "\n" for pair in zip(keys, texts, strict=True))
+        return [self.known[key] for key in (digest([self.name, prompt]) for prompt in prompts)]
 
 
 def filtered(name: str, reader: Reader, questions: Sequence[Question], chat: bool | None) -> list[Selection]:
@@ -101,7 +114,8 @@ def run(options: argparse.Namespace) -> None:
     questions = list(islice(read_questions(options.data), options.limit))
     reader = load(options.model)
     answering = load(options.answer_model) if options.answer_model else reader
-    tokenizer, known = answering[1], {}
+    answers = Answers(answering, str(options.answer_model or options.model), options.keep)
+    tokenizer = answering[1]
     resampled, base, whole = metrics.resamples(len(questions), seed=0), {}, 0
     head = ["filter", "EM", "F1", "passage tokens", "prompt tokens", "P / t", "answer in t", "sentence found"]
     print(f"{len(questions)} questions, M: {options.answer_model or options.model}\n")
@@ -112,7 +126,7 @@ def run(options: argparse.Namespace) -> None:
         left = filtered(name, reader, questions, options.chat)
         rows = [selection.passages for selection in left]
         prompts = prompts_of(answering, rows, questions, options.answer_model, options.chat)
-        texts = answer(answering, prompts, known, name)
+        texts = answers(prompts, label)
         pairs = list(zip(texts, questions, strict=True))
         scores = {
             "EM": [metrics.best(metrics.exact_match, text, question.answers) for text, question in pairs],
@@ -140,6 +154,7 @@ def main() -> None:
     parser.add_argument("--filters", default="none,strinc,lexical,cxmi", help="also folders of trained filters")
     parser.add_argument("--model", default=weights.DEFAULT, help="M, also of cxmi (default: %(default)s)")
     parser.add_argument("--answer-model", metavar="DIR", help="M trained on (t, q) -> o, which is shown no examples")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="keep answers there, and ask none of them again")
     parser.add_argument("--chat", action=argparse.BooleanOptionalAction, help="as the trained models were trained")
     run(parser.parse_args())
 
