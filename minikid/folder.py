@@ -102,11 +102,11 @@ def read_parameters(
         yield name, tensor.t().contiguous() if transposed else tensor
 
 
-def write_parameters(path: Path, config: Config, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Write our parameters under their HF names as one file, in one step."""
+def hf_tensors(config: Config, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Our parameters, or their gradients, by their HF names and in HF's layout: `parameter_sources` the other way."""
     tensors = {}
     for name, parts, transposed in parameter_sources(config):
-        tensor = parameters[name].detach().cpu()
+        tensor = parameters[name].detach()
         rows = [len(tensor)]
         if len(parts) == 3:
             rows = [config.num_heads * config.head_dim, *[config.num_kv_heads * config.head_dim] * 2]
@@ -114,7 +114,13 @@ def write_parameters(path: Path, config: Config, parameters: Mapping[str, torch.
             rows = [config.intermediate_size] * 2
         for part, block in zip(parts, tensor.split(rows), strict=True):
             prefix = "transformer." if config.family == "gpt2" and part != "lm_head.weight" else ""
-            tensors[prefix + part] = (block.t() if transposed else block).contiguous()
+            tensors[prefix + part] = block.t() if transposed else block
+    return tensors
+
+
+def write_parameters(path: Path, config: Config, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Write our parameters as an HF-layout folder's one file of tensors, in one step."""
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in hf_tensors(config, parameters).items()}
     with replacing(path) as temporary:
         save_file(tensors, temporary, {"format": "pt"})
 

@@ -84,11 +84,11 @@ def generate_on_cache(
     and as `generate`.
     """
     # [T] -> generation
+    if model.config.attention == "prefix":
+        raise ValueError("steps on the cache read a prompt's last token apart, which prefix attention does not allow")
     update = policy.update
     if update.rule == "solve":
         raise ValueError("steps on the cache have no closed form to solve beta for; use the rule 'fixed' or 'adapt'")
-    if model.config.attention == "prefix":
-        raise ValueError("steps on the cache read a prompt's last token apart, which prefix attention does not allow")
     check_room(model, prompt_ids, max_new_tokens)
     eos = frozenset(model.config.eos_ids if eos_ids is None else eos_ids)
     row, state, cache = Generation(), policy.start(prompt_ids), model.new_cache()

@@ -73,7 +73,7 @@ def hf_config(
         )
     if family == "gpt2" and kv_heads != heads:
         raise ValueError(f"expected as many kv-heads as heads in a gpt2, got {kv_heads} and {heads}")
-    common = {"vocab_size": vocab_size, "eos_token_id": eos_id, "bos_token_id": eos_id, "pad_token_id": eos_id}
+    common = {"vocab_size": vocab_size, "eos_token_id": eos_id, "bos_token_id": None}
     common |= {"tie_word_embeddings": True, "dtype": "float32", "attention": attention}
     if family == "gpt2":
         shape = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": positions}

@@ -133,7 +133,7 @@ def gradients(
     parameters = list(model.parameters())
     for parameter in parameters:
         parameter.grad = None
-    loss = torch.zeros((), device=model.device)
+    loss = torch.zeros((), device=model.device, dtype=model.dtype)
     mine = rows[world.rank :: world.size]
     size = -(-len(mine) // settings.accumulate)
     for i in range(0, len(mine), size or 1):
