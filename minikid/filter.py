@@ -1,7 +1,6 @@
 """FILCO: of the passages that were retrieved, only the sentence that the answer needs (Wang et al. 2023).
 
     q question · o answer · P passages · t a sentence of P · M the model that answers
-    B prompts · A tokens of an answer · T tokens of a prompt
 
 Three measures find t where o is known, and a sentence is chosen by one of them (`select`):
 
@@ -22,11 +21,9 @@ import unicodedata
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from minikid import metrics
 from minikid.decode import Vanilla, generate_batch, greedy
+from minikid.generation import likelihoods
 from minikid.model import GPT, Tokenizer
 from minikid.passages import UNSPACED, Passage
 from minikid.text import sentences, words
@@ -96,38 +93,11 @@ def cxmi_scores(
         return [0.0] * len(candidates)
     alone = prompt_of(tokenizer, question, chat)
     within = [prompt_of(tokenizer, with_context(question, [t]), chat) for t in candidates]
-    gains = [log_probabilities_of(model, within, ids) - log_probabilities_of(model, [alone], ids) for ids in targets]
-    return torch.stack(gains).amax(0).tolist()
-
-
-@torch.no_grad()
-def log_probabilities_of(model: GPT, prompts: Sequence[Sequence[int]], answer: Sequence[int]) -> Tensor:
-    """log M(answer | prompt) in nats for each prompt: a sum over the answer's tokens, in float64.
-
-    What all prompts begin with is read once; the rest goes in one batch. A product of probabilities would underflow.
-    """
-    # B prompts of [T], [A] -> [B]
-    two_way = model.config.attention == "prefix"  # there, all of a prompt depends on all of it
-    shortest = min(map(len, prompts))
-    same = (len(set(column)) == 1 and not two_way for column in zip(*prompts, strict=False))
-    shared = next((i for i, equal in enumerate(same) if not equal or i == shortest - 1), 0)
-    tails = [[*prompt[shared:], *answer[:-1]] for prompt in prompts]
-    longest = max(map(len, tails))
-    padded = [tail + [0] * (longest - len(tail)) for tail in tails]  # behind a row, where none of its tokens look
-    tokens = torch.tensor(padded, device=model.device)
-    if two_way:
-        states = model.hidden(tokens, prefix=torch.tensor([len(prompt) for prompt in prompts], device=model.device))
-    else:
-        cache = model.new_cache()
-        if shared:
-            model.hidden(torch.tensor([prompts[0][:shared]], device=model.device), cache)
-        states = model.hidden(tokens, cache.expand(len(prompts)))
-    target = torch.tensor(answer, dtype=torch.long, device=model.device)[:, None]
-    sums = []
-    for row, tail in zip(states, tails, strict=True):
-        log_p = model.head(row[len(tail) - len(answer) : len(tail)]).double().log_softmax(-1)  # [A, V]
-        sums.append(log_p.gather(1, target).sum())
-    return torch.stack(sums)
+    gains = []
+    for ids in targets:
+        without = likelihoods(model, [alone], [ids])[0].sum()
+        gains.append([float(found.sum() - without) for found in likelihoods(model, within, [ids] * len(within))])
+    return [max(column) for column in zip(*gains, strict=True)]
 
 
 # --- the choice

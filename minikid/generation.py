@@ -1,12 +1,13 @@
 """What the loops of decoding share: the policy they ask, the generation they return, the reading of prompts.
 
-    B rows · T tokens of a prompt · V vocabulary
+    B rows · T tokens of a prompt · A tokens behind it · V vocabulary
 
 Sampling (decode.py) and beam search (beam.py) build on it.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any, Protocol
 
 import torch
@@ -60,6 +61,36 @@ def read_prompts(model: GPT, prompts: Sequence[Sequence[int]], rows: Sequence[Ge
     if order != list(range(cache.batch)):
         cache = cache.select(order)
     return cache, torch.cat(logits)[order]
+
+
+@torch.no_grad()
+def likelihoods(model: GPT, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """log M(token | prompt, tokens before it) in nats, in float64, of each token of the text behind each prompt.
+
+    What all prompts begin with is read once, the rest in one batch. ValueError for an empty prompt or text.
+    """
+    # B prompts of [T], B texts of [A] -> B tensors [A]
+    if not all(prompts) or not all(texts):
+        raise ValueError("expected prompts and texts of at least one token each, came an empty one; leave it out")
+    two_way = model.config.attention == "prefix"  # there, all of a prompt depends on all of it
+    columns = zip(*(prompt[:-1] for prompt in prompts), strict=False)
+    shared = 0 if two_way else len(list(takewhile(lambda column: len(set(column)) == 1, columns)))
+    tails = [[*prompt[shared:], *text[:-1]] for prompt, text in zip(prompts, texts, strict=True)]
+    longest = max(map(len, tails), default=0)
+    # padding stands behind a row, where none of its tokens look
+    tokens = torch.tensor([tail + [0] * (longest - len(tail)) for tail in tails], device=model.device)
+    if two_way:
+        states = model.hidden(tokens, prefix=torch.tensor([len(prompt) for prompt in prompts], device=model.device))
+    else:
+        cache = model.new_cache()
+        if shared:
+            model.hidden(torch.tensor([prompts[0][:shared]], device=model.device), cache)
+        states = model.hidden(tokens, cache.expand(len(prompts)))
+    found = []
+    for row, tail, text in zip(states, tails, texts, strict=True):
+        log_p = model.head(row[len(tail) - len(text) : len(tail)]).double().log_softmax(-1)  # [A, V]
+        found.append(log_p.gather(1, torch.tensor(text, device=model.device)[:, None])[:, 0])
+    return found
 
 
 def check_room(model: GPT, prompt: Sequence[int], max_new_tokens: int) -> None:

@@ -6,7 +6,6 @@ Two scorers behind one protocol: a cross-encoder that was trained for it, and th
 """
 
 from collections.abc import Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import Protocol
 
@@ -18,7 +17,7 @@ from torch.nn import functional as F
 from minikid import weights
 from minikid.config import read_json
 from minikid.encoder import Bert, load_bert
-from minikid.generation import log_probabilities
+from minikid.generation import likelihoods
 from minikid.model import GPT
 from minikid.tokenizer import Tokenizer
 
@@ -125,8 +124,9 @@ class LanguageModelNLI:
         for premise, rows in asked.items():
             for start in range(0, len(rows), batch_size):
                 batch = rows[start : start + batch_size]
-                means = self._means([(self._prompt(premise, ask), self.tokenizer.encode(h)) for ask, h in batch])
-                z |= {(premise, *row): mean for row, mean in zip(batch, means, strict=True)}
+                prompts = [self._prompt(premise, ask) for ask, _ in batch]
+                found = likelihoods(self.model, prompts, [self.tokenizer.encode(h) for _, h in batch])
+                z |= {(premise, *row): float(log_p.mean()) for row, log_p in zip(batch, found, strict=True)}
         table = [[z[p, TRUE, h], z[None, FREE, h], z[p, FALSE, h]] for p, h in pairs]
         return torch.tensor(table, dtype=torch.float64).reshape(-1, len(LABELS)).softmax(-1)
 
@@ -134,28 +134,6 @@ class LanguageModelNLI:
         text = ask if premise is None else f"{premise}\n\n{ask}"
         chat = self.tokenizer.template is not None
         return self.tokenizer.prompt(text if chat else text + "\n", chat)
-
-    def _means(self, rows: Sequence[tuple[list[int], list[int]]]) -> list[float]:
-        """Mean log M(token | all before) over each row's second part; what the prompts share is read once."""
-        # B rows of ([T], [T']) -> [B]
-        if not all(text for _, text in rows):
-            raise ValueError("expected hypotheses with text in them, came an empty one; leave it out")
-        prompts, device = [prompt for prompt, _ in rows], self.model.device
-        same = takewhile(lambda column: len(set(column)) == 1, zip(*prompts, strict=False))
-        shared = min(len(list(same)), min(map(len, prompts)) - 1)
-        cache = self.model.new_cache()
-        if shared:
-            self.model.hidden(torch.tensor([prompts[0][:shared]], device=device), cache)
-        # padding on the right is behind every token that is read off, so nothing sees it
-        states = self.model.hidden(
-            pad([prompt[shared:] + text[:-1] for prompt, text in rows]).to(device), cache.expand(len(rows))
-        )
-        means = []
-        for row, (prompt, text) in enumerate(rows):
-            first = len(prompt) - shared - 1
-            log_p = log_probabilities(self.model.head(states[row, first : first + len(text)]))
-            means.append(float(log_p[torch.arange(len(text)), text].mean()))
-        return means
 
 
 def pad(rows: Sequence[Sequence[int]]) -> Tensor:

@@ -20,6 +20,7 @@ from minikid.config import Config
 from minikid.decode import Vanilla, greedy
 from minikid.decode import generate as decode
 from minikid.filter import cxmi, lexical_overlap, select, string_inclusion, with_context
+from minikid.generation import likelihoods
 from minikid.model import GPT, load
 from minikid.passages import Passage
 from minikid.questions import read_questions
@@ -162,11 +163,11 @@ def test_what_prompts_share_is_read_once(readers, monkeypatch):
         GPT, "hidden", lambda self, tokens, *a, **k: read.append(tokens.shape) or hidden(self, tokens, *a, **k)
     )
     prompts = [[5, 6, 7, 8, 9], [5, 6, 7, 4], [5, 6, 7]]
-    found = filco.log_probabilities_of(model, prompts, [10, 11])
+    found = likelihoods(model, prompts, [[10, 11]] * 3)
     assert [tuple(shape) for shape in read] == [(1, 2), (3, 4)]
-    for prompt, value in zip(prompts, found.tolist(), strict=True):
+    for prompt, values in zip(prompts, found, strict=True):
         log_p = model(torch.tensor([[*prompt, 10]]))[0].log_softmax(-1)
-        assert value == pytest.approx(float(log_p[-2, 10] + log_p[-1, 11]), abs=1e-9)
+        assert values.tolist() == pytest.approx([float(log_p[-2, 10]), float(log_p[-1, 11])], abs=1e-9)
 
 
 def test_cxmi_of_500_tokens_is_finite_where_a_product_underflows(readers):
@@ -175,7 +176,7 @@ def test_cxmi_of_500_tokens_is_finite_where_a_product_underflows(readers):
     prompt = tokenizer.prompt(QUESTION, False)
     ids = tokenizer.encode(f" {answer.strip()}")
     assert len(ids) >= 500
-    total = float(filco.log_probabilities_of(model, [prompt], ids))
+    total = float(likelihoods(model, [prompt], [ids])[0].sum())
     assert math.exp(total) == 0.0
     assert math.isfinite(cxmi(model, tokenizer, "The river is long.", QUESTION, answer))
 
@@ -185,12 +186,12 @@ def test_cxmi_where_prompts_are_read_both_ways(readers):
     model, tokenizer = readers["prefix"]
     prompts = [tokenizer.prompt(text, False) for text in (QUESTION, "What is this?", "東京")]
     ids = tokenizer.encode(" Tuul")
-    for prompt, value in zip(prompts, filco.log_probabilities_of(model, prompts, ids).tolist(), strict=True):
+    for prompt, values in zip(prompts, likelihoods(model, prompts, [ids] * 3), strict=True):
         cache = model.new_cache()
         states = [model(torch.tensor([prompt]), cache)[0, -1]]
         states += [model(torch.tensor([[token]]), cache)[0, -1] for token in ids[:-1]]
-        expected = sum(float(s.log_softmax(-1)[token]) for s, token in zip(states, ids, strict=True))
-        assert value == pytest.approx(expected, abs=1e-9)
+        expected = [float(s.log_softmax(-1)[token]) for s, token in zip(states, ids, strict=True)]
+        assert values.tolist() == pytest.approx(expected, abs=1e-9)
 
 
 # --- the choice
