@@ -23,7 +23,7 @@ from minikid.passages import Hit, Passage
 from minikid.retrieve import Retriever
 from minikid.text import sentence_spans
 from minikid.tokenizer import Tokenizer
-from minikid.verify import Verdict, Verifier, claims
+from minikid.verify import Verdict, Verifier, claims, support
 
 INSTRUCTION = "Answer the question using these passages.\n\n"
 TRIGGERS = ("interval", "entropy", "min-prob")
@@ -91,6 +91,7 @@ class Pause:
             "added": [passage.id for passage in self.added],
             "evicted": [passage.id for passage in self.evicted],
             "verdicts": [{**v._asdict(), "passage": v.passage and v.passage.id} for v in self.verdicts],
+            "support": support(self.verdicts),
             "deleted": self.deleted,
         }
 

@@ -71,6 +71,15 @@ def test_a_terminal_sees_what_was_struck_and_a_pipe_only_what_stays(run, refutin
     assert all(sentence in shown for sentence in deleted)
 
 
+def test_triples_alone_are_knowledge_to_verify_by(run, tmp_path):
+    """There is nothing to retrieve, and still a memory to write with."""
+    (tmp_path / "kb.tsv").write_text("Mongolia\tcapital\tUlaanbaatar\n")
+    code, out, _ = run("--decoder", "ewe", *SMALL, "--knowledge", str(tmp_path / "kb.tsv"), "--json")
+    record = json.loads(out)
+    assert (code, record["passages"], record["pauses"][0]["added"]) == (0, [], [])
+    assert all(pause["support"] is None for pause in record["pauses"] if not pause["verdicts"])
+
+
 def test_samples_draw_with_seeds_of_their_own(run):
     lines = [
         json.loads(line) for line in run("--decoder", "ewe", *SMALL, "--json", "--num-samples", "2")[1].splitlines()
