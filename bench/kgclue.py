@@ -8,9 +8,10 @@ without look-ahead, with 1, 3 and 5 beams. A run that was stopped goes on where 
 
 No subject of the dev set occurs in the training set, and of its predicates hardly any: the model must learn to copy
 names, not to know them. So the training questions are varied. A subject that stands in its question becomes another one
-of the base; and where the question has a part of the predicate, another predicate of the base with the same rest brings
-its own: "when was X founded" and "founding date" turn into "when was X closed" and "closing date". Both draw on the
-names in the base, which the decoder has as well; no question and no answer of the dev set is looked at.
+of the base, half the time with some characters drawn anew, as rare ones are hard to copy; and where the question has a
+part of the predicate, another predicate of the base with the same rest brings its own: "when was X founded" and
+"founding date" turn into "when was X closed" and "closing date". Both draw on the names in the base, which the decoder
+has as well; no question and no answer of the dev set is looked at.
 
 EM asks for the whole triple, meaning included. F1 is that of KgCLUE's own evaluation, 2 LCS / (length + length) of the
 two objects. The peer is a rule without any model: the longest subject of the base that stands in the question, and of
@@ -68,9 +69,10 @@ def make_template(question: str, answer: Fact) -> Template:
 
 def vary(questions: Iterable[Question], facts: Sequence[Fact], chance: random.Random) -> Iterator[tuple[str, Fact]]:
     """Training questions without end, nine of ten with another subject and half with another predicate where it goes;
-    their facts have no value.
+    their facts have no value. Half of the new subjects are made up: a third of the characters are any of the base's.
     """
     subjects = sorted({(fact.subject, fact.meaning) for fact in facts})
+    characters = sorted({character for subject, _ in subjects for character in subject})
     parts = defaultdict(list)  # of the predicates, by what is before and behind
     for predicate in sorted({fact.predicate for fact in facts}):
         for i, j in combinations(range(len(predicate) + 1), 2):
@@ -81,6 +83,8 @@ def vary(questions: Iterable[Question], facts: Sequence[Fact], chance: random.Ra
         subject, meaning = answer.subject, answer.meaning
         if SUBJECT in text and chance.random() < 0.9:
             subject, meaning = chance.choice(subjects)
+            if chance.random() < 0.5:
+                subject = "".join(chance.choice(characters) if chance.random() < 1 / 3 else c for c in subject)
         if part and chance.random() < 0.5:
             part = chance.choice(parts[before, behind])
         yield text.replace(SUBJECT, subject).replace(PART, part), Fact(subject, before + part + behind, meaning, "")
@@ -218,7 +222,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", required=True, type=Path, metavar="DIR")
     parser.add_argument("--orders", nargs="+", default=list(ORDERS), choices=ORDERS, help="default: both")
     parser.add_argument("--beams", nargs="+", type=int, default=BEAMS, metavar="B", help="default: 1 3 5")
-    parser.add_argument("--steps", type=int, default=3000, help="of training (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=2500, help="of training (default: %(default)s)")
     parser.add_argument("--limit", type=int, metavar="N", help="dev questions (default: all)")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)

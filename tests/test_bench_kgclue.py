@@ -36,11 +36,13 @@ def test_template_is_cut_at_the_subject_and_the_longest_part_of_the_predicate(be
 
 def test_varied_questions_name_their_subject_and_follow_their_predicate(bench):
     drawn = list(islice(bench.vary([QUESTION], FACTS, random.Random(0)), 200))
-    assert {fact.subject for _, fact in drawn} == {"海豚湾", "灰结节", "蛇曲", "红棉路"}
+    names, found = {fact.subject for fact in FACTS}, {fact.subject for _, fact in drawn}
+    assert found > names | {"红棉路"}
+    assert set("".join(found - {"红棉路"})) == set("".join(names))  # what is made up is of the base's characters
     assert {fact.predicate for _, fact in drawn} == {"创办时间", "关闭时间"}  # those that end as the question asks
     for text, fact in drawn:
         assert text == f"你知道{fact.subject}是什么时候{fact.predicate[:2]}的吗？"
-        assert fact.meaning == ("电影" if fact.subject == "海豚湾" else "")
+        assert fact.subject not in names or fact.meaning == ("电影" if fact.subject == "海豚湾" else "")
     assert drawn == list(islice(bench.vary([QUESTION], FACTS, random.Random(0)), 200))
 
 
