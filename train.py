@@ -84,12 +84,24 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     steps.add_argument("--save-every", type=whole, default=100, metavar="N", help="steps (default: %(default)s)")
     steps.add_argument("--log-every", type=whole, default=10, metavar="N", help="steps (default: %(default)s)")
     args = parser.parse_args(argv)
-    for name in ("steps", "batch_size", "accumulate", "save_every", "log_every", "layers", "heads", "hidden"):
+    for name in (
+        "steps",
+        "batch_size",
+        "accumulate",
+        "save_every",
+        "log_every",
+        "layers",
+        "heads",
+        "hidden",
+        "positions",
+    ):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')}: expected 1 or more")
     for file in filter(None, (args.data, args.valid)):
         if not Path(file).is_file():
             parser.error(f"{file}: no such file")
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device {args.device}: torch finds no CUDA device")
     new_model = args.init == "scratch"
     args.lr = (1e-3 if new_model else 5e-5) if args.lr is None else args.lr
     args.min_lr = args.lr / 10 if args.min_lr is None else args.min_lr
@@ -234,11 +246,13 @@ def describe(args: argparse.Namespace, config: Config, corpus: Corpus, batches: 
     scored = sum(row.scored for rows in some for row in rows)
     padded = sum(width * len(rows) for width, rows in zip(widest, some, strict=True))
     rows = -(-args.batch_size // (args.accumulate * int(os.environ.get("WORLD_SIZE", "1"))))
-    per_token = config.num_layers * (12 * config.hidden_size + 5 * config.intermediate_size)
+    wide, inner = (15, 4) if config.family == "llama" else (9, 2)  # numbers kept for each token in each layer
+    per_token = config.num_layers * (wide * config.hidden_size + inner * config.intermediate_size)
     batch = 4 * rows * max(widest) * (per_token + 3 * config.vocab_size * scored / read)
     lines = {
         "parameters": f"{n:,}",
-        "memory": f"{16 * n / 1e9:.2f} GB for weights, gradients and moments, about {batch / 1e9:.2f} GB for a batch",
+        "memory": f"{16 * n / 1e9:.2f} GB for weights, gradients and moments, about {batch / 1e9:.2f} GB for a batch, "
+        "0.4 GB for the program",
         "data": f"{len(corpus.spans):,} examples, {int((corpus.spans[:, 1] - corpus.spans[:, 0] - 1).sum()):,} tokens, "
         f"{corpus.left_out} longer ones left out",
         "steps": f"{args.steps:,} of {args.batch_size} rows, {args.steps * args.batch_size / len(corpus.spans):.2f} "

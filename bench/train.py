@@ -124,7 +124,16 @@ def runs_of(shape: tuple) -> dict[str, Iterator[int]]:
     plain = PlainGPT(layers, heads, hidden, vocabulary, positions)
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     theirs = GPT2LMHeadModel(
-        GPT2Config(vocab_size=vocabulary, n_positions=positions, n_embd=hidden, n_layer=layers, n_head=heads, **dropout)
+        GPT2Config(
+            vocab_size=vocabulary,
+            n_positions=positions,
+            n_embd=hidden,
+            n_layer=layers,
+            n_head=heads,
+            bos_token_id=0,
+            eos_token_id=0,
+            **dropout,
+        )
     )
     sizes = {"layers": layers, "heads": heads, "kv_heads": None, "hidden": hidden, "intermediate": None}
     raw = hf_config("gpt2", vocabulary, **sizes, positions=positions, eos_id=0, attention="causal")

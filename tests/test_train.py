@@ -245,6 +245,8 @@ def test_bad_usage_is_refused(pairs, tmp_path, capsys):
     run = ["--data", pairs, "--steps", "2", *SMALL]
     assert "no such file" in error("--data", "nowhere.txt", "--steps", "2", code=2)
     assert "expected 1 or more" in error("--data", pairs, "--steps", "0", code=2)
+    if not torch.cuda.is_available():
+        assert "no CUDA device" in error("--data", pairs, "--steps", "2", "--device", "cuda", code=2)
     assert "is no folder here" in error("--data", pairs, "--steps", "2", "--init", "nothing")
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"prompt": "a"}\n')
