@@ -164,8 +164,8 @@ def rates(runs: dict[str, Iterator[int]], steps: int, rounds: int) -> dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=4, help="per run and round (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=2, help="per run and round (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument("--shape", type=int, choices=range(len(SHAPES)), help="one of them alone")
     args = parser.parse_args()
     torch.set_num_threads(THREADS)
