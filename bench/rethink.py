@@ -13,12 +13,16 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from minikid import chain, metrics, weights
 from minikid.decode import Sampler
@@ -33,6 +37,13 @@ from minikid.retrieve import BM25
 
 HERE = Path(__file__).parent
 PATHS, LENGTH, TEMPERATURE = 9, 96, 0.7  # RR 4.5, of 256 tokens there
+
+
+class Silent:
+    """An NLI that finds everything neutral: what similarity alone does."""
+
+    def scores(self, pairs: Sequence[tuple[str, str]]) -> Tensor:
+        return torch.tensor([[0.0, 1.0, 0.0]]).repeat(len(pairs), 1)
 
 
 def kept(path: Path, questions: list[Question], make: Callable[[Question], dict]) -> dict[Any, dict]:
@@ -50,7 +61,10 @@ def kept(path: Path, questions: list[Question], make: Callable[[Question], dict]
 def accuracy(args: argparse.Namespace) -> None:
     questions = list(read_questions(args.data))[: args.limit]
     model, tokenizer = load(args.model)
-    nli = CrossEncoder.from_folder(args.nli) if args.nli else LanguageModelNLI(model, tokenizer)
+    if args.nli == "none":
+        nli = Silent()
+    else:
+        nli = CrossEncoder.from_folder(args.nli) if args.nli else LanguageModelNLI(model, tokenizer)
     shown, ends = chain.read_demonstrations(task="yes-no"), chain.line_ends(tokenizer)
     rr = Rethinker(model, tokenizer, load_encoder(), nli, shown, ends, form=args.form)
     corpus = BM25([passage for question in questions for passage in question.ctxs])
@@ -83,7 +97,7 @@ def accuracy(args: argparse.Namespace) -> None:
         facts = [Fact(passage.text, passage, 0.0, 0.0, 0.0) for passage in question.ctxs]
         return {"text": rr.infer(question.question, facts).text}
 
-    name = "own" if args.own else "corpus"
+    name = ("own" if args.own else "corpus") + (f"-{Path(args.nli).name}" if args.nli else "")
     paths = kept(args.out / "paths.jsonl", questions, sample)
     judged = kept(args.out / f"{name}.jsonl", questions, score)
     varied = {} if args.no_variants else kept(args.out / f"{name}-variants-f{args.form}.jsonl", questions, vary)
@@ -151,7 +165,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=HERE / "rethink_questions.jsonl")
     parser.add_argument("--out", type=Path, default=Path("runs/rethink"))
     parser.add_argument("--model", default=weights.DEFAULT)
-    parser.add_argument("--nli", metavar="DIR", help="a cross-encoder; default: the language model itself")
+    parser.add_argument("--nli", metavar="DIR", help="a cross-encoder, or none; default: the model itself")
     parser.add_argument("--form", type=int, default=1, help="of the variants (default: 1)")
     parser.add_argument("--own", action="store_true", help="search each question's own passages alone")
     parser.add_argument("--no-variants", action="store_true")
