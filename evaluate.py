@@ -317,7 +317,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')}: expected 1 or more")
     try:
         options.check_filter(args.filter)
-        make_settings(args, "ewe")
+        for name in SETTINGS.keys() & set(args.decoders):
+            make_settings(args, name)
         return options.settle(args)
     except ValueError as error:
         parser.error(str(error))

@@ -12,6 +12,7 @@ from tiny import TEMPLATE, write_folder
 
 import evaluate
 from minikid import metrics, options
+from minikid.chain import accuracy
 from minikid.decode import Generation, LittleKID, Vanilla, beam_search, generate, generate_on_cache, greedy
 from minikid.filter import with_context
 from minikid.knowledge import KnowledgeTrie
@@ -201,7 +202,8 @@ def test_lines_results_and_streams(run, tmp_path):
                 *(record[key] for key in ("id", "question", "answers")),
             ]
             triples = KnowledgeTrie.from_text([Passage("", c["title"], c["text"]) for c in record["ctxs"]]).triples
-            assert line["scores"] == metrics.score(line["text"], record["answers"], metrics.provenance_stems(triples))
+            scores = metrics.score(line["text"], record["answers"], metrics.provenance_stems(triples))
+            assert line["scores"] == scores | accuracy(line["text"], record["answers"])
             assert line["tokens"] <= 12
             assert line["seconds"] > 0
         assert f"{name}: 100%" in err
@@ -214,10 +216,10 @@ def test_lines_results_and_streams(run, tmp_path):
     assert {"kid-sample", "kid-beam", "beam-sample"} <= set(results["differences"])
     for group in (results["decoders"], results["differences"]):
         for estimates in group.values():
-            assert list(estimates) == [*SCORES, "tokens per second", "tokens forwarded"]
+            assert list(estimates) == [*SCORES, "Acc", "tokens per second", "tokens forwarded"]  # one is "no"
             for estimate in estimates.values():
                 assert estimate["low"] <= estimate["mean"] <= estimate["high"]
-    assert results["undefined"]["kid"] == {"BLEU-1": 1, "ROUGE-L": 2, "F1": 1, "EM": 1, "Cov": 1}
+    assert results["undefined"]["kid"] == {"BLEU-1": 1, "ROUGE-L": 2, "F1": 1, "EM": 1, "Cov": 1, "Acc": 4}
     assert results["settings"]["kid"]["sigma"] == options.PRESETS["default"]["sigma"]
     rows = out.split("\n")
     assert [row.split("|")[1].strip() for row in rows[2:8]] == [

@@ -56,11 +56,11 @@ def test_streamed_pieces_are_the_whole_text(text):
 @given(st.lists(st.integers(0, byte_tokenizer().vocab_size - 1), max_size=30))
 @settings(deadline=None)
 def test_streamed_pieces_of_any_tokens(ids):
-    """Bytes that are no UTF-8, control tokens: the pieces begin the whole, what is left is no character yet."""
+    """Bytes that are no UTF-8, control tokens: the pieces begin the whole, what is left ends within a character."""
     tokenizer = byte_tokenizer()
     whole, written = tokenizer.decode(ids), "".join(stream(tokenizer, ids))
     assert whole.startswith(written)
-    assert whole[len(written) :].strip("\ufffd") == ""
+    assert written == whole or whole.endswith("\ufffd")
 
 
 @given(st.lists(st.integers(0, 40), max_size=20))
