@@ -226,7 +226,7 @@ def test_lines_results_and_streams(run, tmp_path):
         *("sample", "beam", "kid"),
         *("beam - sample", "kid - sample", "kid - beam"),
     ]
-    assert rows[8] == "undefined for sample, of 5: BLEU-1 1, ROUGE-L 2, F1 1, EM 1, Cov 1"
+    assert rows[8] == "undefined for sample, of 5: BLEU-1 1, ROUGE-L 2, F1 1, EM 1, Cov 1, Acc 4"
     mean = np.mean([line["tokens"] for line in lines_of(tmp_path, "kid")]) / np.mean(
         [line["seconds"] for line in lines_of(tmp_path, "kid")]
     )
