@@ -26,6 +26,7 @@ from minikid.tokenizer import Tokenizer
 from minikid.verify import Verdict, Verifier, claims, support
 
 INSTRUCTION = "Answer the question using these passages.\n\n"
+ASK_FIRST = "Find the answer to this question: {question}\n\n"
 TRIGGERS = ("interval", "entropy", "min-prob")
 
 
@@ -47,7 +48,8 @@ class Settings:
     rewrite: bool = False  # FLARE: a sentence that brought in new passages is itself written again
     context_stream: bool = True
     context_weight: float | None = None
-    temperature: float = 1.0
+    temperature: float = 0.8  # of the units' logits, and
+    ask_first: bool = True  # the question in front of the passages as well: both measured, the paper has 1 and False
 
     def __post_init__(self) -> None:
         if self.trigger not in TRIGGERS:
@@ -62,7 +64,8 @@ class Settings:
 
 
 # Ewe 3.5. RAG has all passages in the one unit, which without a context's own stream is a prompt with them in front.
-RAG = Settings(units=1, joined=True, unit_length=960, retrieve_every=0, verify_every=0, context_stream=False)
+RAG = Settings(units=1, joined=True, unit_length=960, retrieve_every=0, verify_every=0)
+RAG = replace(RAG, context_stream=False, temperature=1.0, ask_first=False)
 FLARE = replace(RAG, retrieve_every=1, trigger="min-prob", rewrite=True)
 ITERATIVE_RAG = Settings(verify_every=0)
 SETTINGS = {"ewe": Settings(), "ewe-rag": RAG, "ewe-flare": FLARE, "ewe-iterative": ITERATIVE_RAG}
@@ -182,7 +185,8 @@ def generate_ewe(
     settled, kept or deleted. ValueError, before any token, for a prompt that leaves no room.
     """
     chat = tokenizer.template is not None if chat is None else chat
-    prefix, context = layout(tokenizer, question, INSTRUCTION if settings.units else "", chat)
+    instruction = ASK_FIRST.format(question=question) if settings.ask_first else INSTRUCTION
+    prefix, context = layout(tokenizer, question, instruction if settings.units else "", chat)
     memory = None
     if settings.units:
         ours = {name: getattr(settings, name) for name in ("context_stream", "context_weight", "temperature")}

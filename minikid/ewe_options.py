@@ -11,7 +11,16 @@ from minikid.options import count, positive
 from minikid.verify import EntailmentVerifier, TripleVerifier, Verifier
 
 OPTIONS = ("units", "unit_length", "retrieve_every", "verify_every", "threshold", "trigger", "doubt", "tries")
-OPTIONS += ("verify_first", "context_weight", "unit_temperature", "verifier", "nli", "supported", "refuted")
+OPTIONS += (
+    "verify_first",
+    "ask_first",
+    "context_weight",
+    "unit_temperature",
+    "verifier",
+    "nli",
+    "supported",
+    "refuted",
+)
 
 
 def add_ewe_options(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +40,9 @@ def add_ewe_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--doubt", type=float, metavar="X", help="a token is doubtful above X nats, below probability X")
     group.add_argument("--tries", type=count, metavar="R", help="how often a refuted sentence is written again")
     group.add_argument("--verify-first", action="store_true", default=None, help="verify, then retrieve")
+    group.add_argument(
+        "--ask-first", action=argparse.BooleanOptionalAction, help="the question in front of the passages as well"
+    )
     group.add_argument("--context-weight", type=float, metavar="W", help="streams of the context (default: K + 1)")
     group.add_argument("--unit-temperature", type=float, metavar="T", help="divides the logits of the units' tokens")
     group.add_argument(

@@ -41,7 +41,7 @@ WORDS = ["<|im_end|>", "?", " It", " He", " is", " was", " Japan", " Tokyo", "."
 def word_tokenizer():
     """Whole words, so that what a random model says has sentences, verbs and claims."""
     names = list(dict.fromkeys(WORDS + [w for p in PASSAGES for w in SPLIT.findall(f"{p.title}: {p.text}\n\n")]))
-    names += [w for w in SPLIT.findall(f"{QUESTION} {ewe.INSTRUCTION} Question:") if w not in names]
+    names += [w for w in SPLIT.findall(f"{QUESTION} {ewe.INSTRUCTION} {ewe.ASK_FIRST} Question:") if w not in names]
     library = tokenizers.Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="?"))
     library.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(SPLIT.pattern), "isolated")
     library.decoder = decoders.Fuse()
@@ -185,7 +185,7 @@ def test_retrieval_feedback_asks_for_question_and_sentence(model):
     assert asked == [(QUESTION, 2)] + [(f"{QUESTION} {sentence}", 2) for sentence in sentences[1:]]
     assert all(hit.score > 0.7 for pause in generation.pauses[1:] for hit in pause.hits)
     every = run(model, settings=replace(settings, retrieve_every=1), passages=Recorder())
-    assert len(every.pauses) > len(generation.pauses) > 2
+    assert len(every.pauses) > len(generation.pauses) > 1
 
 
 def test_passages_that_are_held_are_not_added_again(model):
@@ -331,6 +331,16 @@ def test_the_layout_is_the_prompt_cut_in_two():
 def test_bad_settings(bad):
     with pytest.raises(ValueError, match="expected"):
         Settings(**bad)
+
+
+@pytest.mark.parametrize("ask_first", [True, False])
+def test_units_may_be_read_behind_the_question(model, monkeypatch, ask_first):
+    read, init = [], WorkingMemory.__init__
+    monkeypatch.setattr(
+        WorkingMemory, "__init__", lambda self, *args, **options: read.append(args[3]) or init(self, *args, **options)
+    )
+    run(model, settings=replace(SHORT, ask_first=ask_first), max_new_tokens=1)
+    assert (QUESTION in word_tokenizer().decode(read[0])) == ask_first
 
 
 def test_no_room(model):

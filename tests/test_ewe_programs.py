@@ -114,10 +114,10 @@ def test_units_that_the_model_has_no_room_for(run):
 
 def test_every_setting_is_an_option_or_a_decoder():
     args = evaluate.parse(
-        ["tests/test_ewe_programs.py", "--out", "x", "--units", "3", "--tries", "0", "--verify-first"]
+        ["tests/test_ewe_programs.py", "--out", "x", "--units", "3", "--tries", "0", "--verify-first", "--no-ask-first"]
     )
     settings = evaluate.make_settings(args, "ewe")
-    assert settings == Settings(units=3, tries=0, verify_first=True)
+    assert settings == Settings(units=3, tries=0, verify_first=True, ask_first=False)
     assert evaluate.make_settings(args, "ewe-rag").context_stream is False
 
 
