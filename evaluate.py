@@ -53,7 +53,7 @@ class Setup:
 
     def prompt(self, question: Question, context: bool) -> list[int]:
         text = with_context(question.question, self.passages(question)) if context else question.question
-        return self.tokenizer.prompt(text, bool(self.tokenizer.template) if self.args.chat is None else self.args.chat)
+        return self.tokenizer.prompt(text, self.args.chat)
 
 
 # --- the decoders: functions (setup, questions, prompts) -> generations, and the table of them

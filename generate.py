@@ -217,9 +217,8 @@ def run(args: argparse.Namespace) -> None:
     model, tokenizer = load(args.model, args.device, options.DTYPES[args.dtype])
     if args.filter:
         passages = narrow(args, (model, tokenizer), passages)
-    chat = tokenizer.template is not None if args.chat is None else args.chat
     text = with_context(args.question, passages) if args.context else args.question
-    prompt = tokenizer.prompt(text, chat)
+    prompt = tokenizer.prompt(text, args.chat)
     policy = make_policy(args, tokenizer, passages, triples)
     stream = Stream(tokenizer, sys.stdout.isatty() and "NO_COLOR" not in os.environ)
     live = args.num_samples == 1 and not args.json and args.decoder != "beam"
@@ -247,7 +246,7 @@ def run_trie(args: argparse.Namespace) -> None:
         policy = Constrained(trie, tokenizer.eos_ids)
     else:
         policy = options.make_look_ahead(trie, tokenizer, args.question, separator)
-    prompt = tokenizer.prompt(args.question, tokenizer.template is not None if args.chat is None else args.chat)
+    prompt = tokenizer.prompt(args.question, args.chat)
     # a key's probability is the product of its tokens'; a mean would favour keys of many forced tokens
     rows = beam_search(model, prompt, policy, args.beams, max_new_tokens=args.max_new_tokens, length_penalty=0.0)
     rows = [row for row in rows if row.stop == "eos"][: args.num_samples]

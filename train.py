@@ -279,10 +279,9 @@ def run(args: argparse.Namespace, out: Path) -> None:
     tokenizer, config = Tokenizer.from_folder(out), Config.from_folder(out)
     if config.attention == "prefix" and not args.data.endswith(".jsonl"):
         raise ValueError('prefix attention needs prompts: expected --data FILE.jsonl of {"prompt", "completion"}')
-    chat = tokenizer.template is not None if args.chat is None else args.chat
     length = min(args.length or 1024, config.max_positions)
-    corpus = read_corpus(args.data, tokenizer, length, chat)
-    valid = read_corpus(args.valid, tokenizer, length, chat, whole=True) if args.valid else None
+    corpus = read_corpus(args.data, tokenizer, length, args.chat)
+    valid = read_corpus(args.valid, tokenizer, length, args.chat, whole=True) if args.valid else None
     batches = Batches(corpus, args.batch_size, args.seed)
     if args.dry_run:
         print(describe(args, config, corpus, batches))

@@ -28,7 +28,6 @@ from minikid.filter import (
     Reader,
     Selection,
     filter_by_model,
-    prompt_of,
     select,
     string_inclusion,
     with_context,
@@ -60,7 +59,7 @@ def prompts_of(reader: Reader, rows: Sequence[Sequence[Passage]], questions: Seq
     tokenizer = reader[1]
     if trained:
         texts = [with_context(question.question, row) for question, row in zip(questions, rows, strict=True)]
-        return [prompt_of(tokenizer, text, chat) for text in texts]
+        return [tokenizer.prompt(text, chat) for text in texts]
     shots = [ask([Passage("", title, text)], question, answer) for title, text, question, answer in EXAMPLES]
     texts = [ask(row, question.question) for question, row in zip(questions, rows, strict=True)]
     return [tokenizer.prompt("\n\n".join([*shots, text]), chat=False) for text in texts]

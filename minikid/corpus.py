@@ -49,7 +49,9 @@ class Corpus:
         return Row(begin + shift, min(end + shift, len(self.tokens)), max(first, 1))
 
 
-def read_corpus(path: str | Path, tokenizer: Tokenizer, length: int, chat: bool, *, whole: bool = False) -> Corpus:
+def read_corpus(
+    path: str | Path, tokenizer: Tokenizer, length: int, chat: bool | None, *, whole: bool = False
+) -> Corpus:
     """The examples of a file, each of at most `length` tokens and the one that is predicted last.
 
     JSON lines {"prompt", "completion"} (a name that ends in .jsonl) become one example each, whose completion is scored
@@ -112,7 +114,7 @@ def read_pairs(path: str | Path) -> Iterator[tuple[str, str, str | list[str]]]:
             yield place, prompt, completion
 
 
-def _pairs(path: Path, tokenizer: Tokenizer, length: int, chat: bool) -> Corpus:
+def _pairs(path: Path, tokenizer: Tokenizer, length: int, chat: bool | None) -> Corpus:
     tokens, spans, longest, left_out = [], [], 0, 0
     for place, prompt, completion in read_pairs(path):
         try:

@@ -184,7 +184,6 @@ def generate_ewe(
     `chat`: use the chat template (default: if there is one); `on_sentence(tokens, kept)` hears of a sentence as it is
     settled, kept or deleted. ValueError, before any token, for a prompt that leaves no room.
     """
-    chat = tokenizer.template is not None if chat is None else chat
     instruction = ASK_FIRST.format(question=question) if settings.ask_first else INSTRUCTION
     prefix, context = layout(tokenizer, question, instruction if settings.units else "", chat)
     memory = None
@@ -276,7 +275,7 @@ def feedback(
     return pause
 
 
-def layout(tokenizer: Tokenizer, question: str, instruction: str, chat: bool) -> tuple[list[int], list[int]]:
+def layout(tokenizer: Tokenizer, question: str, instruction: str, chat: bool | None) -> tuple[list[int], list[int]]:
     """The prompt in two, between which the memory's units stand: chat header and instruction; question and the rest.
 
     Without an instruction the two together are the tokens of the plain prompt.

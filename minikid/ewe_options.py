@@ -6,8 +6,7 @@ from dataclasses import fields, replace
 
 from minikid.ewe import SETTINGS, TRIGGERS, Settings
 from minikid.model import GPT, Tokenizer
-from minikid.nli import CrossEncoder, LanguageModelNLI
-from minikid.options import count, positive
+from minikid.options import count, make_nli, positive
 from minikid.verify import EntailmentVerifier, TripleVerifier, Verifier
 
 OPTIONS = ("units", "unit_length", "retrieve_every", "verify_every", "threshold", "trigger", "doubt", "tries")
@@ -65,5 +64,4 @@ def make_settings(args: argparse.Namespace, decoder: str) -> Settings:
 def make_verifier(args: argparse.Namespace, model: GPT, tokenizer: Tokenizer, triples: Iterable = ()) -> Verifier:
     if args.verifier == "triples":
         return TripleVerifier(triples)
-    nli = CrossEncoder.from_folder(args.nli, args.device) if args.nli else LanguageModelNLI(model, tokenizer)
-    return EntailmentVerifier(nli, args.supported, args.refuted)
+    return EntailmentVerifier(make_nli(args, model, tokenizer), args.supported, args.refuted)

@@ -91,8 +91,8 @@ def cxmi_scores(
     targets = [tokenizer.encode(f" {answer.strip()}") for answer in answers if answer.strip()]
     if not targets or not candidates:
         return [0.0] * len(candidates)
-    alone = prompt_of(tokenizer, question, chat)
-    within = [prompt_of(tokenizer, with_context(question, [t]), chat) for t in candidates]
+    alone = tokenizer.prompt(question, chat)
+    within = [tokenizer.prompt(with_context(question, [t]), chat) for t in candidates]
     gains = []
     for ids in targets:
         without = likelihoods(model, [alone], [ids])[0].sum()
@@ -154,7 +154,7 @@ def filter_by_model(
     """
     model, tokenizer = reader
     asked = [(question, passages) for question, passages in questions if passages]
-    prompts = [prompt_of(tokenizer, context_prompt(question, passages), chat) for question, passages in asked]
+    prompts = [tokenizer.prompt(context_prompt(question, passages), chat) for question, passages in asked]
     room = max(model.config.max_positions - max(map(len, prompts), default=0), 1)
     length = min(max_new_tokens, room)
     rows = generate_batch(model, prompts, [Vanilla()] * len(asked), greedy, max_new_tokens=length)
@@ -193,11 +193,6 @@ def with_context(question: str, passages: Sequence[Passage]) -> str:
 def context_prompt(question: str, passages: Sequence[Passage]) -> str:
     """What M_ctx answers with t: (q, P)."""
     return _ask("Copy the sentence of these passages that answers the question.", question, passages)
-
-
-def prompt_of(tokenizer: Tokenizer, text: str, chat: bool | None = None) -> list[int]:
-    """In the chat template, `chat` None: if there is one. Completions have a space in front."""
-    return tokenizer.prompt(text, tokenizer.template is not None if chat is None else chat)
 
 
 def _ask(task: str, question: str, passages: Sequence[Passage]) -> str:

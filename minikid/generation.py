@@ -76,9 +76,7 @@ def likelihoods(model: GPT, prompts: Sequence[Sequence[int]], texts: Sequence[Se
     columns = zip(*(prompt[:-1] for prompt in prompts), strict=False)
     shared = 0 if two_way else len(list(takewhile(lambda column: len(set(column)) == 1, columns)))
     tails = [[*prompt[shared:], *text[:-1]] for prompt, text in zip(prompts, texts, strict=True)]
-    longest = max(map(len, tails), default=0)
-    # padding stands behind a row, where none of its tokens look
-    tokens = torch.tensor([tail + [0] * (longest - len(tail)) for tail in tails], device=model.device)
+    tokens = pad(tails).to(model.device)  # padding stands behind a row, where none of its tokens look
     if two_way:
         states = model.hidden(tokens, prefix=torch.tensor([len(prompt) for prompt in prompts], device=model.device))
     else:
@@ -91,6 +89,12 @@ def likelihoods(model: GPT, prompts: Sequence[Sequence[int]], texts: Sequence[Se
         log_p = model.head(row[len(tail) - len(text) : len(tail)]).double().log_softmax(-1)  # [A, V]
         found.append(log_p.gather(1, torch.tensor(text, device=model.device)[:, None])[:, 0])
     return found
+
+
+def pad(rows: Sequence[Sequence[int]]) -> Tensor:
+    """Rows of any lengths, filled up with zeros on the right."""
+    # B rows of [T] -> [B, T]
+    return torch.tensor([[*row, *[0] * (max(map(len, rows)) - len(row))] for row in rows])
 
 
 def check_room(model: GPT, prompt: Sequence[int], max_new_tokens: int) -> None:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from minikid import weights
 from minikid.config import read_json
 from minikid.encoder import Bert, load_bert
-from minikid.generation import likelihoods
+from minikid.generation import likelihoods, pad
 from minikid.model import GPT
 from minikid.tokenizer import Tokenizer
 
@@ -134,9 +134,3 @@ class LanguageModelNLI:
         text = ask if premise is None else f"{premise}\n\n{ask}"
         chat = self.tokenizer.template is not None
         return self.tokenizer.prompt(text if chat else text + "\n", chat)
-
-
-def pad(rows: Sequence[Sequence[int]]) -> Tensor:
-    """Rows of any lengths, filled up with zeros on the right."""
-    # B rows of [T] -> [B, T]
-    return torch.tensor([[*row, *[0] * (max(map(len, rows)) - len(row))] for row in rows])

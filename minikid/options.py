@@ -16,7 +16,7 @@ from minikid.kgclue import build_trie as build_keys
 from minikid.kgclue import join_subject, read_facts
 from minikid.knowledge import FILE, KnowledgeTrie
 from minikid.model import GPT
-from minikid.nli import CrossEncoder, LanguageModelNLI
+from minikid.nli import NLI, CrossEncoder, LanguageModelNLI
 from minikid.passages import Passage, PassageFile, holds_triples, read_passages
 from minikid.rethinker import Rethinker
 from minikid.retrieve import Retriever, make_retriever, open_retriever
@@ -244,6 +244,11 @@ def make_kid(args: argparse.Namespace, knowledge: KnowledgeTrie, tokenizer: Toke
     )
 
 
+def make_nli(args: argparse.Namespace, model: GPT, tokenizer: Tokenizer) -> NLI:
+    """The cross-encoder of --nli, or the language model itself."""
+    return CrossEncoder.from_folder(args.nli, args.device) if args.nli else LanguageModelNLI(model, tokenizer)
+
+
 def make_rethinker(args: argparse.Namespace, model: GPT, tokenizer: Tokenizer, judges: bool = True) -> Rethinker:
     """Plain few-shot prompts unless --chat asks for turns; without `judges` only paths and no encoder is loaded.
 
@@ -253,7 +258,7 @@ def make_rethinker(args: argparse.Namespace, model: GPT, tokenizer: Tokenizer, j
         model,
         tokenizer,
         load_encoder(args.encoder, args.device) if judges else None,
-        CrossEncoder.from_folder(args.nli, args.device) if args.nli else LanguageModelNLI(model, tokenizer),
+        make_nli(args, model, tokenizer),
         chain.read_demonstrations(args.demos, args.task),
         chain.line_ends(tokenizer),
         chat=bool(args.chat),

@@ -16,6 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from minikid import metrics
+from minikid.folder import replacing
 from minikid.questions import Question
 
 FIELDS = ("index", "record", "settings", "scores", "tokens", "forwarded", "seconds")
@@ -148,15 +149,8 @@ def table(results: Mapping[str, Any], order: Iterable[str]) -> str:
 
 def write_results(path: Path, results: Mapping[str, Any]) -> None:
     """As JSON, in one step: a reader sees the old file or the new one."""
-    new = path.with_name(f"{path.name}.{os.getpid()}.new")
-    try:
-        with new.open("w", encoding="utf-8") as file:
-            json.dump(results, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-    finally:
-        new.unlink(missing_ok=True)
+    with replacing(path) as new, new.open("w", encoding="utf-8") as file:
+        json.dump(results, file, indent=1)
 
 
 def _cell(estimate: dict[str, float | None]) -> str:

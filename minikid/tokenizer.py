@@ -95,14 +95,15 @@ class Tokenizer:
             return "", place
         return text[len(before) :], (end, len(ids))
 
-    def prompt(self, text: str, chat: bool, system: str | None = None) -> list[int]:
+    def prompt(self, text: str, chat: bool | None = None, system: str | None = None) -> list[int]:
         """Ids that the model should continue:
 
-        the text after bos (if the model uses one), or one user turn of the chat template.
+        the text after bos (if the model uses one), or one user turn of the chat template; `chat` None: of the
+        template if there is one.
         """
         return self._ids(self._prompt_pieces(text, chat, system))
 
-    def example(self, prompt: str, completion: str | Sequence[str], chat: bool) -> tuple[list[int], int]:
+    def example(self, prompt: str, completion: str | Sequence[str], chat: bool | None) -> tuple[list[int], int]:
         """Ids of a prompt, wrapped as by `prompt`, with its completion and an eos token, and the place of the first
         token that has anything of the completion.
 
@@ -136,9 +137,9 @@ class Tokenizer:
     def _ids(self, pieces: Iterable[str | int]) -> list[int]:
         return [i for piece in pieces for i in ([piece] if isinstance(piece, int) else self.encode(piece))]
 
-    def _prompt_pieces(self, text: str, chat: bool, system: str | None = None) -> list[str | int]:
+    def _prompt_pieces(self, text: str, chat: bool | None, system: str | None = None) -> list[str | int]:
         """Control tokens, and the texts between them."""
-        if not chat:
+        if not (self.template is not None if chat is None else chat):
             return ([] if self.bos_id is None else [self.bos_id]) + [text]
         messages = [{"role": "system", "content": system}] if system else []
         return self._chat_pieces([*messages, {"role": "user", "content": text}])
