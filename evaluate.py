@@ -21,6 +21,7 @@ from minikid import metrics, options, weights
 from minikid.chain import accuracy
 from minikid.decode import Generation, LittleKID, Vanilla, beam_search_batch, generate_batch, generate_on_cache, greedy
 from minikid.ewe import SETTINGS, generate_ewe
+from minikid.ewe import prompts as ewe_prompts
 from minikid.ewe_options import OPTIONS as EWE_OPTIONS
 from minikid.ewe_options import add_ewe_options, make_settings, make_verifier
 from minikid.filter import MEASURES, saving, with_context
@@ -240,6 +241,9 @@ def fits(setup: Setup, question: Question) -> bool:
             check_room(setup.model, setup.prompt(question, context), setup.args.max_new_tokens)
         if setup.rethinker:
             check_room(setup.model, setup.rethinker.prompt(question.question), setup.args.max_new_tokens)
+        for name in SETTINGS.keys() & set(setup.args.decoders):
+            settings, length = make_settings(setup.args, name), setup.args.max_new_tokens
+            ewe_prompts(setup.model, setup.tokenizer, question.question, settings, length, setup.args.chat)
     except ValueError as error:
         complain(setup.args, ValueError(f"{question.place}: {error}"))
         return False

@@ -184,14 +184,11 @@ def generate_ewe(
     `chat`: use the chat template (default: if there is one); `on_sentence(tokens, kept)` hears of a sentence as it is
     settled, kept or deleted. ValueError, before any token, for a prompt that leaves no room.
     """
-    instruction = ASK_FIRST.format(question=question) if settings.ask_first else INSTRUCTION
-    prefix, context = layout(tokenizer, question, instruction if settings.units else "", chat)
+    prefix, context = prompts(model, tokenizer, question, settings, max_new_tokens, chat)
     memory = None
     if settings.units:
         ours = {name: getattr(settings, name) for name in ("context_stream", "context_weight", "temperature")}
         memory = WorkingMemory(model, settings.units, settings.unit_length, prefix, **ours)
-    positions = len(prefix) + (settings.unit_length if memory else 0) + len(context)
-    check_room(model, range(positions), max_new_tokens)
     result, shelf = EweGeneration(), Shelf(memory, tokenizer, settings)
     if max_new_tokens == 0:
         return result
@@ -273,6 +270,20 @@ def feedback(
         if deleted:
             break
     return pause
+
+
+def prompts(
+    model: GPT, tokenizer: Tokenizer, question: str, settings: Settings, max_new_tokens: int, chat: bool | None = None
+) -> tuple[list[int], list[int]]:
+    """The tokens before and behind the memory's units; ValueError where they, a unit and new tokens find no room."""
+    instruction = ASK_FIRST.format(question=question) if settings.ask_first else INSTRUCTION
+    prefix, context = layout(tokenizer, question, instruction if settings.units else "", chat)
+    kept = min(settings.units, 1) * settings.unit_length
+    try:
+        check_room(model, range(len(prefix) + kept + len(context)), max_new_tokens)
+    except ValueError as error:
+        raise ValueError(f"{error}; {kept} of the positions are kept for a unit: or take shorter units") from None
+    return prefix, context
 
 
 def layout(tokenizer: Tokenizer, question: str, instruction: str, chat: bool | None) -> tuple[list[int], list[int]]:

@@ -1,7 +1,7 @@
 """KID's step: how the next-token distribution is moved towards the knowledge demonstrations (KID 3.3, Algorithm 1).
 
-    V vocabulary · pi the model's distribution · p the updated one · n[V] demonstration counts, N = sum(n), D = {v: n_v
-    > 0} m0 = pi(D), m = p(D) · beta weight of the KL penalty · sigma target divergence KL(pi || p), in nats
+    V vocabulary · pi the model's distribution · p the updated one · n[V] demonstration counts, N = sum(n)
+    D = {v: n_v > 0}, m0 = pi(D), m = p(D) · beta weight of the KL penalty · sigma target divergence KL(pi || p), nats
 
 Eq. 3 maximises E_{a~pi}[p(a)/pi(a) r] - beta KL(pi || p) with the gain r = sum_v n_v log pi(v). Read to the letter r
 does not depend on p and the importance weights average to 1, so that the gradient is zero. The gain has to be taken

@@ -250,7 +250,7 @@ def make_nli(args: argparse.Namespace, model: GPT, tokenizer: Tokenizer) -> NLI:
 
 
 def make_rethinker(args: argparse.Namespace, model: GPT, tokenizer: Tokenizer, judges: bool = True) -> Rethinker:
-    """Plain few-shot prompts unless --chat asks for turns; without `judges` only paths and no encoder is loaded.
+    """Plain few-shot prompts unless --chat asks for turns; without `judges` only paths; no encoder, no NLI is loaded.
 
     ValueError for what cannot be read.
     """
@@ -258,7 +258,7 @@ def make_rethinker(args: argparse.Namespace, model: GPT, tokenizer: Tokenizer, j
         model,
         tokenizer,
         load_encoder(args.encoder, args.device) if judges else None,
-        make_nli(args, model, tokenizer),
+        make_nli(args, model, tokenizer) if judges else None,
         chain.read_demonstrations(args.demos, args.task),
         chain.line_ends(tokenizer),
         chat=bool(args.chat),

@@ -22,8 +22,8 @@ class Rethinker:
 
     model: GPT
     tokenizer: Tokenizer
-    encoder: Encoder | None  # of M; only the judge needs it
-    nli: NLI  # of E and C
+    encoder: Encoder | None  # of M, and
+    nli: NLI | None  # of E and C: only the judge needs them
     demonstrations: Sequence[Demonstration]
     line_ends: Sequence[int]  # of `chain.line_ends`; they end a path except in a chat
     chat: bool = False

@@ -130,3 +130,8 @@ def test_evaluate(folder, tmp_path, capfd):
     assert "ewe-iterative" in capfd.readouterr().out
     line = json.loads((tmp_path / "out" / "ewe.jsonl").read_text())
     assert line["forwarded"] > line["tokens"] > 0
+    arguments += ["--decoders", "greedy,ewe", "--out", str(tmp_path / "b"), "--unit-length", "4000"]
+    assert evaluate.main(arguments) == 1
+    assert "data.jsonl:1" in (err := capfd.readouterr().err)
+    assert "shorter units" in err
+    assert not (tmp_path / "b" / "greedy.jsonl").exists()  # found before any decoder ran
