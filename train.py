@@ -23,7 +23,8 @@ import torch
 from minikid import options, scratch, weights
 from minikid.config import Config, read_json
 from minikid.corpus import Batches, Corpus, all_batches, read_corpus, read_texts
-from minikid.folder import SINGLE, replacing, write_parameters
+from minikid.files import replacing
+from minikid.folder import SINGLE, write_parameters
 from minikid.model import GPT, Tokenizer, load_weights
 from minikid.training import (
     Settings,

@@ -33,7 +33,8 @@ from typing import NamedTuple
 
 from minikid import metrics, options
 from minikid.beam import beam_search_batch
-from minikid.folder import SINGLE, replacing
+from minikid.files import replacing
+from minikid.folder import SINGLE
 from minikid.kgclue import ORDERS, Fact, Question, build_trie, join_key, read_facts, read_questions, split_key
 from minikid.lookahead import Constrained, Coverage
 from minikid.model import load

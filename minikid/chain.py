@@ -4,7 +4,6 @@ Demonstrations are JSON lines {"question": ..., "reasoning": ...}, where the rea
 a "task" (yes-no, temporal, table) tells kinds in one file apart. Those of the package are its own.
 """
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from importlib import resources
@@ -14,8 +13,8 @@ from typing import NamedTuple
 import torch
 
 from minikid.decode import Sampler, Vanilla, generate_batch, greedy
+from minikid.files import json_lines
 from minikid.generation import Generation
-from minikid.kgclue import numbered_lines
 from minikid.metrics import ARTICLES
 from minikid.model import GPT
 from minikid.text import sentences, words
@@ -51,14 +50,10 @@ def read_demonstrations(path: str | Path | None = None, task: str | None = None)
     """
     path = Path(str(resources.files("minikid") / "demonstrations.jsonl")) if path is None else Path(path)
     found = []
-    for where, line in numbered_lines(path):
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: expected an object in JSON on one line: {error}") from None
+    for where, entry in json_lines(path):
         fields = [entry.get(key) if isinstance(entry, dict) else None for key in Demonstration._fields]
         if not all(isinstance(field, str) and field.strip() for field in fields):
-            raise ValueError(f'{where}: expected {{"question", "reasoning"}} with text in both, came {line[:60]!r}')
+            raise ValueError(f'{where}: expected {{"question", "reasoning"}} with text in both, came {str(entry)[:60]}')
         if parse(fields[1]).answer is None:
             raise ValueError(f'{where}: expected a reasoning that ends in "So the answer is ...", came {fields[1]!r}')
         if task is None or entry.get("task", task) == task:

@@ -6,7 +6,6 @@ Nothing here keeps a position: the batch of a step is a function of the seed and
 shared by processes, by the number of the step.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from minikid.files import json_lines
 from minikid.questions import digest
 from minikid.tokenizer import Tokenizer
 
@@ -91,27 +91,20 @@ def _pieces(path: Path) -> Iterator[str]:
 
 def read_pairs(path: str | Path) -> Iterator[tuple[str, str, str | list[str]]]:
     """(place, prompt, completion) of each line that is not blank; ValueError names file and line of a bad one."""
-    with Path(path).open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            place = f"{path}:{number}"
-            try:
-                entry = json.loads(line.decode("utf-8-sig"))
-                prompt, completion = entry["prompt"], entry["completion"]
-                text = completion if isinstance(completion, str) else "".join(completion)
-                (prompt + text).encode()  # half a surrogate pair cannot be encoded
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                reason = f"{type(error).__name__}: {error}"
-                raise ValueError(
-                    f'{place}: expected a JSON object with a string "prompt" and a "completion", a string or a list of '
-                    f"strings ({reason})"
-                ) from None
-            if not prompt or not text:
-                raise ValueError(
-                    f"{place}: expected some text in both, prompt {prompt!r} and completion {completion!r}"
-                )
-            yield place, prompt, completion
+    for place, entry in json_lines(path):
+        try:
+            prompt, completion = entry["prompt"], entry["completion"]
+            text = completion if isinstance(completion, str) else "".join(completion)
+            (prompt + text).encode()  # half a surrogate pair cannot be encoded
+        except (ValueError, KeyError, TypeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(
+                f'{place}: expected a JSON object with a string "prompt" and a "completion", a string or a list of '
+                f"strings ({reason})"
+            ) from None
+        if not prompt or not text:
+            raise ValueError(f"{place}: expected some text in both, prompt {prompt!r} and completion {completion!r}")
+        yield place, prompt, completion
 
 
 def _pairs(path: Path, tokenizer: Tokenizer, length: int, chat: bool | None) -> Corpus:

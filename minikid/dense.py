@@ -10,7 +10,6 @@ On disk, in one folder with `minikid.retrieve.BM25` over the same passages:
 """
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,7 +19,8 @@ import numpy as np
 from tqdm import tqdm
 
 from minikid.encoder import Encoder
-from minikid.passages import Hit, Passage, PassageFile, fingerprint, keep_passages, replacing
+from minikid.files import replacing, replacing_folder
+from minikid.passages import Hit, Passage, PassageFile, fingerprint, keep_passages
 
 SHARD = 2048  # passages that are encoded between two writes
 TRAINING = 200_000  # vectors, evenly spaced, from which clusters and quantisers are learned
@@ -82,7 +82,7 @@ class Dense:
     def save(self, folder: str | Path) -> None:
         """Write passages and index; an index already there is replaced. ValueError if its passages are others."""
         keep_passages(self.passages, folder)
-        with replacing(Path(folder) / "dense") as new:
+        with replacing_folder(Path(folder) / "dense") as new:
             faiss.write_index(self._index, str(new / "index.faiss"))
             (new / "meta.json").write_text(json.dumps(self._meta))
 
@@ -136,7 +136,8 @@ def _encode(
         if (part / "meta.json").exists():
             _same(part, json.loads((part / "meta.json").read_text()), key)
         else:
-            _write(part / "meta.json", json.dumps(key).encode())
+            with replacing(part / "meta.json") as new:
+                new.write_text(json.dumps(key))
     shards = []
     with tqdm(total=len(passages), unit="passage", desc="encoding", disable=not progress) as bar:
         for start in range(0, len(passages), SHARD):
@@ -146,22 +147,11 @@ def _encode(
                 texts = [(passages[row].title, passages[row].text) for row in rows]
                 vectors = np.ascontiguousarray(encoder.encode(texts, batch_size=batch_size), dtype=np.float32)
                 if path is not None:
-                    _write(path, vectors)
+                    with replacing(path) as new, new.open("wb") as file:
+                        np.save(file, vectors, allow_pickle=False)
             shards.append(vectors if path is None else np.load(path, mmap_mode="r", allow_pickle=False))
             bar.update(len(rows))
     return shards
-
-
-def _write(path: Path, content: bytes | np.ndarray) -> None:
-    new = path.with_name(path.name + ".tmp")
-    with open(new, "wb") as file:
-        if isinstance(content, bytes):
-            file.write(content)
-        else:
-            np.save(file, content, allow_pickle=False)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
 
 
 def _empty_index(dimension: int, factory: str, tuning: str) -> faiss.Index:

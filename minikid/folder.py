@@ -4,9 +4,7 @@ Tensors are read one at a time, each through its own short-lived mapping of the 
 twice.
 """
 
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -14,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from minikid.config import Config, read_json
+from minikid.files import replacing
 
 Source = tuple[str, list[str], bool]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -123,33 +122,6 @@ def write_parameters(path: Path, config: Config, parameters: Mapping[str, torch.
     tensors = {name: tensor.cpu().contiguous() for name, tensor in hf_tensors(config, parameters).items()}
     with replacing(path) as temporary:
         save_file(tensors, temporary, {"format": "pt"})
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file that takes the place of `path` in one step when the block ends well; else it is removed.
-
-    OSError that says what stays when the disk is full.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        os.umask(umask := os.umask(0))  # the only way to read it
-        temporary.chmod(0o666 & ~umask)  # safetensors writes files that only their owner may read
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        if os.name == "posix":  # the folder's entry as well
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
-    except (OSError, SafetensorError) as error:
-        stays = "the old file stays as it was" if path.exists() else "there is none now"
-        raise OSError(f"cannot write {path} ({error}): {stays}; make room on the disk") from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _read(path: Path, name: str, dtype: torch.dtype) -> torch.Tensor:

@@ -6,14 +6,14 @@ A key is the tokens of S, P and M with a separator between two of them; the arti
 to predict and mostly settled by then.
 """
 
-import gzip
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import tee
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
+from minikid.files import json_lines, lines
 from minikid.trie import TokenTrie
 
 OPENING, CLOSING = "（(", "）)"
@@ -69,31 +69,15 @@ def _fact(fields: Sequence[str], where: str) -> Fact:
     return Fact(subject, fields[1], meaning, fields[2])
 
 
-def _open(path: Path) -> TextIO:
-    """Text of a file that may be compressed by gzip; a byte order mark is skipped."""
-    return gzip.open(path, "rt", encoding="utf-8-sig") if path.suffix == ".gz" else path.open(encoding="utf-8-sig")
-
-
-def numbered_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """(file:line, text) of each line that is not blank."""
-    number = 0
-    try:
-        with _open(path) as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield f"{path}:{number}", line
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path}: expected UTF-8 text, which ends after line {number}: {error}") from error
-
-
 def read_facts(path: str | Path) -> Iterator[Fact]:
     """The triples of a file with `S<tab>P<tab>O` on each line (.gz: compressed), read as a stream.
 
     White space within a field is normalised, blank lines are skipped; ValueError names the file and the first line
     without exactly three fields.
     """
-    for where, line in numbered_lines(Path(path)):
-        yield _fact(line.split("\t"), where)
+    for where, line in lines(path):
+        if line.strip():
+            yield _fact(line.split("\t"), where)
 
 
 def read_questions(path: str | Path) -> Iterator[Question]:
@@ -101,14 +85,8 @@ def read_questions(path: str | Path) -> Iterator[Question]:
 
     "id" may be missing: then it is the number of the question. ValueError names the file and the line, or the entry.
     """
-    path = Path(path)
-    with _open(path) as file:
-        whole = next((line.lstrip()[0] for line in file if line.strip()), "") == "["
-    if whole:
-        with _open(path) as file:
-            entries = ((f"{path}, entry {i}", entry) for i, entry in enumerate(_parse(file.read(), str(path))))
-    else:
-        entries = ((where, _parse(line, where)) for where, line in numbered_lines(path))
+    first = next((line.lstrip() for _, line in lines(path) if line.strip()), "")
+    entries = _listed(path) if first.startswith("[") else json_lines(path)
     for number, (where, entry) in enumerate(entries):
         if not isinstance(entry, dict) or not all(isinstance(entry.get(k), str) for k in ("question", "answer")):
             raise ValueError(f'{where}: expected {{"id", "question", "answer"}} with text in both, got {entry!r}')
@@ -116,11 +94,12 @@ def read_questions(path: str | Path) -> Iterator[Question]:
         yield Question(str(entry.get("id", number)), question, _fact(entry["answer"].split("|||", 2), where))
 
 
-def _parse(text: str, where: str) -> object:
+def _listed(path: str | Path) -> Iterator[tuple[str, object]]:
     try:
-        return json.loads(text)
+        entries = json.loads("".join(line for _, line in lines(path)))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: expected JSON: {error}") from error
+        raise ValueError(f"{path}: expected JSON: {error}") from error
+    return ((f"{path}, entry {i}", entry) for i, entry in enumerate(entries))
 
 
 def _places(order: str) -> tuple[int, int, int]:

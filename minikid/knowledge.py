@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from minikid.files import replacing
 from minikid.grammar import PREPOSITIONS
 from minikid.text import is_content, stem, words
 from minikid.triples import Triple, extract_triples
@@ -125,15 +126,8 @@ class KnowledgeTrie:
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         content = {"format": FORMAT, "sha256": _digest(self.triples), "triples": self.triples}
-        new = folder / f"{FILE}.{os.getpid()}.new"
-        try:
-            with new.open("w", encoding="ascii") as file:
-                json.dump(content, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(new, folder / FILE)
-        finally:
-            new.unlink(missing_ok=True)
+        with replacing(folder / FILE) as new, new.open("w", encoding="ascii") as file:
+            json.dump(content, file)
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str]) -> "KnowledgeTrie":

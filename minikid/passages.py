@@ -11,21 +11,17 @@ A .tsv file without such a header holds triples (subject, relation, object), whi
 """
 
 import csv
-import gzip
 import hashlib
 import json
-import os
 import re
-import shutil
-import tempfile
-import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+
+from minikid.files import json_lines, lines, replacing_folder
 
 WORDS_PER_PASSAGE = 100
 # Scripts written without spaces: a character counts as a word. Han, kana, and their half-width and extended forms.
@@ -72,7 +68,7 @@ def holds_triples(path: str | Path) -> bool:
     path = Path(path)
     if _suffix(path) != ".tsv":
         return False
-    _, first = next(_lines(path), (1, ""))
+    _, first = next(lines(path), ("", ""))
     return _columns(first.replace('"', "").split("\t")) is None
 
 
@@ -98,40 +94,21 @@ def _suffix(path: Path) -> str:
     return Path(path.stem if path.suffix == ".gz" else path.name).suffix
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    # Cut at \n in bytes, decoded line by line, so that a line that is not UTF-8 can be named.
-    number = 0
-    try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}:{number}: not UTF-8 ({error.reason}); convert the file") from error
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path}:{number + 1}: broken gzip file ({error}); fetch or compress it again") from error
-
-
 def _read_txt(path: Path) -> Iterator[Passage]:
-    for number, text in enumerate(split_words(line for _, line in _lines(path)), start=1):
+    for number, text in enumerate(split_words(line for _, line in lines(path)), start=1):
         yield Passage(f"{path.name}:{number}", "", text)
 
 
 def _read_jsonl(path: Path) -> Iterator[Passage]:
-    for number, line in _lines(path):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number}: not a JSON object on one line: {error}") from error
+    for place, entry in json_lines(path):
         if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
             found = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
-            raise ValueError(f'{path}:{number}: expected an object with a string "text", came {found}')
+            raise ValueError(f'{place}: expected an object with a string "text", came {found}')
         title = entry.get("title") or ""
         identity = entry.get("_id", entry.get("id"))
         if not isinstance(title, str) or isinstance(identity, dict | list):
-            raise ValueError(f'{path}:{number}: expected a string "title" and a string or number "id" or "_id"')
-        yield Passage(f"{path.name}:{number}" if identity is None else str(identity), title, entry["text"])
+            raise ValueError(f'{place}: expected a string "title" and a string or number "id" or "_id"')
+        yield Passage(Path(place).name if identity is None else str(identity), title, entry["text"])
 
 
 def _columns(row: list[str]) -> dict[str, int] | None:
@@ -141,7 +118,7 @@ def _columns(row: list[str]) -> dict[str, int] | None:
 
 def _read_tsv(path: Path) -> Iterator[Passage]:
     # strict: a stray quote is an error here, where the lenient reader would swallow lines up to the next quote
-    rows = csv.reader((line for _, line in _lines(path)), delimiter="\t", strict=True)
+    rows = csv.reader((line for _, line in lines(path)), delimiter="\t", strict=True)
     columns, start = None, 1
     while True:
         try:
@@ -194,7 +171,7 @@ class PassageFile(Sequence[Passage]):
 def save_passages(passages: Iterable[Passage], folder: str | Path) -> PassageFile:
     """Write passages to a folder, one pass, one passage in memory; what the folder held before is replaced."""
     ends, digest = array("q", [0]), hashlib.sha256()
-    with replacing(folder) as new:
+    with replacing_folder(folder) as new:
         with open(new / "passages.jsonl", "wb") as file:
             for passage in passages:
                 line = _line(passage)
@@ -231,24 +208,3 @@ def fingerprint(passages: Iterable[Passage]) -> str:
 
 def _line(passage: Passage) -> bytes:
     return json.dumps(passage).encode() + b"\n"  # ASCII escapes: a lone surrogate of a .jsonl file survives
-
-
-@contextmanager
-def replacing(folder: str | Path) -> Iterator[Path]:
-    """A new folder to fill beside `folder`, which takes its place at the end, or is gone after an error."""
-    folder = Path(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        yield new
-        for path in new.iterdir():
-            with open(path, "rb+") as file:
-                os.fsync(file.fileno())
-        if folder.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
-            os.replace(folder, old)
-            shutil.rmtree(old)
-        new.chmod(0o755)
-        os.replace(new, folder)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)

@@ -16,7 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from minikid import metrics
-from minikid.folder import replacing
+from minikid.files import replacing
 from minikid.questions import Question
 
 FIELDS = ("index", "record", "settings", "scores", "tokens", "forwarded", "seconds")

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from minikid.dense import Dense
 from minikid.encoder import load_encoder
+from minikid.files import replacing_folder
 from minikid.passages import (
     UNSPACED,
     Hit,
@@ -31,7 +32,6 @@ from minikid.passages import (
     holds_triples,
     keep_passages,
     read_passages,
-    replacing,
 )
 from minikid.text import stem, words
 from minikid.weights import ENCODER
@@ -102,7 +102,7 @@ class BM25:
     def save(self, folder: str | Path) -> None:
         """Write passages and index; an index already there is replaced. ValueError if its passages are others."""
         kept = keep_passages(self.passages, folder)
-        with replacing(Path(folder) / "bm25") as new:
+        with replacing_folder(Path(folder) / "bm25") as new:
             if self._index.vocab_dict:
                 self._index.save(new, show_progress=False)
             (new / "meta.json").write_text(json.dumps({"passages": kept.fingerprint, "terms": TERMS}))

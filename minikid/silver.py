@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from minikid import weights
+from minikid.files import replacing
 from minikid.filter import (
     MEASURES,
     Reader,
@@ -31,7 +32,6 @@ from minikid.filter import (
     with_context,
     word_counts,
 )
-from minikid.folder import replacing
 from minikid.model import load
 from minikid.passages import Passage
 from minikid.questions import Question, digest, read_questions

@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from minikid.kgclue import join_subject, numbered_lines, read_facts
+from minikid.files import lines
+from minikid.kgclue import join_subject, read_facts
 from minikid.passages import Passage, holds_triples, read_passages
 
 TEMPORAL = ["entity", "relation", "start", "end"]
@@ -56,7 +57,7 @@ def read_sentences(path: str | Path) -> Iterator[Passage]:
         return _tables(path)
     if not holds_triples(path):
         return read_passages(path)
-    header = next((line for _, line in numbered_lines(path)), "")
+    header = next((line for _, line in lines(path) if line.strip()), "")
     return _temporal(path) if _fields(header.lower()) == TEMPORAL else _triples(path)
 
 
@@ -108,9 +109,9 @@ def _tables(path: Path) -> Iterator[Passage]:
 
 
 def _temporal(path: Path) -> Iterator[Passage]:
-    for where, line in numbered_lines(path):
+    for where, line in lines(path):
         fields = _fields(line)
-        if [field.lower() for field in fields] == TEMPORAL:
+        if not line.strip() or [field.lower() for field in fields] == TEMPORAL:
             continue
         if len(fields) != 4 or not all(fields[:2]):
             raise ValueError(

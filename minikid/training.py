@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from minikid.corpus import Batch, Corpus, Row, collate
-from minikid.folder import replacing
+from minikid.files import replacing
 from minikid.generation import log_probabilities
 from minikid.model import GPT
 

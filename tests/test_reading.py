@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minikid.files import replacing_folder
 from minikid.passages import (
     Passage,
     PassageFile,
@@ -17,7 +18,6 @@ from minikid.passages import (
     holds_triples,
     keep_passages,
     read_passages,
-    replacing,
     save_passages,
     split_words,
 )
@@ -112,7 +112,7 @@ def test_blocks_lose_no_character_of_unspaced_scripts(chunks, size):
 @pytest.mark.parametrize(
     ("name", "content", "line", "message"),
     [
-        ("a.jsonl", b'{"text": "x"}\n{"text": \n', 2, "not a JSON object"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', 2, "expected an object in JSON"),
         ("a.jsonl", b'{"text": "x"}\n\n[1]\n', 3, 'a string "text", came list'),
         ("a.jsonl", b'{"question": "x", "answers": []}\n', 1, r"came \['answers', 'question'\]"),
         ("a.jsonl", b'{"text": "x", "title": 3}\n', 1, 'a string "title"'),
@@ -206,11 +206,11 @@ def test_damaged_or_other_passages_are_refused(tmp_path):
 
 
 def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
-    with replacing(tmp_path / "a") as new:
+    with replacing_folder(tmp_path / "a") as new:
         (new / "old").write_text("1")
-    with pytest.raises(FileNotFoundError), replacing(tmp_path / "a") as new:
+    with pytest.raises(FileNotFoundError), replacing_folder(tmp_path / "a") as new:
         (new / "no such folder" / "new").write_text("2")
     assert [path.name for path in tmp_path.rglob("*")] == ["a", "old"]
-    with replacing(tmp_path / "a") as new:
+    with replacing_folder(tmp_path / "a") as new:
         (new / "new").write_text("2")
     assert [path.name for path in tmp_path.rglob("*")] == ["a", "new"]
