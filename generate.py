@@ -324,7 +324,7 @@ def run_ewe(args: argparse.Namespace) -> None:
         stream.close()
     dropped, rewritten = sum(row.dropped for row in rows), sum(pause.deleted for row in rows for pause in row.pauses)
     if dropped:
-        note(f"{dropped} tokens of passages did not fit in --unit-length {settings.unit_length}")
+        note(f"{dropped} tokens of passages did not fit in their units; --unit-length is {settings.unit_length}")
     pauses = sum(len(row.pauses) for row in rows)
     total, seconds = sum(len(row.tokens) for row in rows), time.perf_counter() - began
     note(f"{pauses} pauses, {rewritten} sentences written again")

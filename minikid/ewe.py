@@ -35,7 +35,7 @@ class Settings:
     """What Ewe's authors varied (Ewe 3, 4), and beneath it what we add."""
 
     units: int = 5  # k; 0 is the plain model
-    unit_length: int = 192  # L, tokens
+    unit_length: int = 192  # L, tokens at most
     hits: int = 5  # passages looked for at a time, of which the best k become units
     retrieve_every: int = 1  # T_r, sentences between retrieval feedbacks; 0: none but at the beginning
     verify_every: int = 1  # T_v, sentences between verifications; 0: none. The paper has 8, for longer texts
@@ -144,20 +144,25 @@ class Shelf:
 
     def add(self, passages: Sequence[Passage]) -> tuple[tuple[Passage, ...], tuple[Passage, ...]]:
         """Make passages, best first, units of the memory, the best last, which stays longest; (added, evicted)."""
-        k = self.settings.units
-        if not k or not passages:
-            return (), ()
-        groups = [tuple(passages)] if self.settings.joined else [(passage,) for passage in reversed(passages[:k])]
-        for group in groups:
-            text = "\n\n".join(f"{p.title}: {p.text}" if p.title else p.text for p in group) + "\n\n"
-            self.dropped += self.memory.add(self.tokenizer.encode(text)).dropped
-        held, many = self.units + groups, max(0, len(self.units) + len(groups) - k)
+        groups = as_units(self.tokenizer, passages, self.settings)
+        self.dropped += sum(self.memory.add(tokens).dropped for tokens in groups.values())
+        held, many = [*self.units, *groups], max(0, len(self.units) + len(groups) - self.settings.units)
         evicted, self.units = held[:many], held[many:]
         return _flat(groups), _flat(evicted)
 
     def new(self, hits: Sequence[Hit]) -> list[Passage]:
         """Those found that the memory does not hold."""
         return [hit.passage for hit in hits if hit.passage not in _flat(self.units)]
+
+
+def as_units(
+    tokenizer: Tokenizer, passages: Sequence[Passage], settings: Settings
+) -> dict[tuple[Passage, ...], list[int]]:
+    """The units that passages, best first, become, and their tokens: the first k, the best last, or all as one."""
+    k = settings.units
+    groups = [tuple(passages)] if settings.joined else [(passage,) for passage in reversed(passages[:k])]
+    texts = [[f"{p.title}: {p.text}\n\n" if p.title else f"{p.text}\n\n" for p in group] for group in groups]
+    return {group: tokenizer.encode("".join(text)) for group, text in zip(groups, texts, strict=True) if k and group}
 
 
 @torch.inference_mode()
@@ -179,22 +184,25 @@ def generate_ewe(
 
     A sentence is complete once the token behind it is drawn. Where the pause changes nothing that token stays: a
     verifier that accepts everything changes no text. Else it is drawn anew. Departures: where there is nothing left to
-    write, nothing is retrieved for it; a sentence that is refuted after its last try stays.
+    write, nothing is retrieved for it; a sentence that is refuted after its last try stays; of the L positions of a
+    unit only as many are used as the longest of the first passages needs, since a gap between passages and text makes
+    them harder to read (what is found later is cut to that).
 
     `chat`: use the chat template (default: if there is one); `on_sentence(tokens, kept)` hears of a sentence as it is
     settled, kept or deleted. ValueError, before any token, for a prompt that leaves no room.
     """
     prefix, context = prompts(model, tokenizer, question, settings, max_new_tokens, chat)
-    memory = None
-    if settings.units:
-        ours = {name: getattr(settings, name) for name in ("context_stream", "context_weight", "temperature")}
-        memory = WorkingMemory(model, settings.units, settings.unit_length, prefix, **ours)
-    result, shelf = EweGeneration(), Shelf(memory, tokenizer, settings)
+    result, memory = EweGeneration(), None
     if max_new_tokens == 0:
         return result
-    if memory:
+    shelf = Shelf(memory, tokenizer, settings)
+    if settings.units:
         hits = retriever.search(question, settings.hits)
-        result.pauses.append(Pause(0, "", question, tuple(hits), *shelf.add([hit.passage for hit in hits])))
+        first = [hit.passage for hit in hits]
+        needed = max(map(len, as_units(tokenizer, first, settings).values()), default=settings.unit_length)
+        ours = {name: getattr(settings, name) for name in ("context_stream", "context_weight", "temperature")}
+        shelf.memory = memory = WorkingMemory(model, settings.units, min(needed, settings.unit_length), prefix, **ours)
+        result.pauses.append(Pause(0, "", question, tuple(hits), *shelf.add(first)))
     draft = Draft(model, memory, context if memory else prefix + context)
     start, number, tries = 0, 1, 0  # of the sentence that is being written: first token, number, rewrites so far
     paused = False  # whether the pause before the next token has been

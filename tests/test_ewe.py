@@ -220,15 +220,16 @@ def test_triggers(model):
     assert len(doubting.pauses) > 3
 
 
-def test_rag_is_the_prompt_with_the_passages(model):
-    """One unit of exactly the passages' length, no context stream: logit for logit."""
+@pytest.mark.parametrize("room", [0, 30])
+def test_rag_is_the_prompt_with_the_passages(model, room):
+    """One unit, no context stream: logit for logit, however long the unit might be."""
     tokenizer = word_tokenizer()
     chosen = [hit.passage for hit in BM25(PASSAGES).search(QUESTION, 2)]
     block = "\n\n".join(f"{p.title}: {p.text}" if p.title else p.text for p in chosen) + "\n\n"
     prefix, context = ewe.layout(tokenizer, QUESTION, ewe.INSTRUCTION, False)
     prompt = prefix + tokenizer.encode(block) + context
     plain = generate(model, prompt, Vanilla(), greedy, max_new_tokens=25)
-    settings = replace(RAG, hits=2, unit_length=len(tokenizer.encode(block)))
+    settings = replace(RAG, hits=2, unit_length=len(tokenizer.encode(block)) + room)
     ours = run(model, sampler=greedy, settings=settings, max_new_tokens=25)
     assert ours.tokens == plain.tokens
     assert ours.log_probs == pytest.approx(plain.log_probs, abs=1e-9)
@@ -276,6 +277,16 @@ def test_control_tokens_in_a_passage_stay_text(model):
 def test_passages_that_do_not_fit_are_cut_and_counted(model):
     assert run(model, max_new_tokens=1, settings=replace(SHORT, unit_length=5)).dropped > 0
     assert run(model, max_new_tokens=1, settings=replace(SHORT, unit_length=90)).dropped == 0
+
+
+def test_units_take_what_the_longest_first_passage_needs(model):
+    """So a later passage that is longer is cut, and no budget changes a token as long as the first passages fit."""
+    longer = Passage("4", "Tokyo", " ".join(["Tokyo is a river of cars."] * 3))
+    settings = replace(SHORT, retrieve_every=0, tries=1)
+    runs = [run(model, verifier=Refuse(longer), settings=replace(settings, unit_length=n)) for n in (40, 60)]
+    assert runs[0].tokens == runs[1].tokens
+    assert longer in [passage for pause in runs[0].pauses for passage in pause.added]
+    assert runs[0].dropped == runs[1].dropped > 0
 
 
 def test_eos_ends_and_the_last_sentence_is_verified(model):
