@@ -8,7 +8,7 @@ passage into the memory, deletes the sentence and writes it again. Plain decodin
 same loop with other settings (Ewe 3.5).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
@@ -27,6 +27,7 @@ from minikid.verify import Verdict, Verifier, claims, support
 
 INSTRUCTION = "Answer the question using these passages.\n\n"
 ASK_FIRST = "Find the answer to this question: {question}\n\n"
+LEAST = 1e-6  # weight of a unit, however far its passage is behind the best
 TRIGGERS = ("interval", "entropy", "min-prob")
 
 
@@ -48,24 +49,30 @@ class Settings:
     rewrite: bool = False  # FLARE: a sentence that brought in new passages is itself written again
     context_stream: bool = True
     context_weight: float | None = None
-    temperature: float = 0.8  # of the units' logits, and
-    ask_first: bool = True  # the question in front of the passages as well: both measured, the paper has 1 and False
+    # Ours, measured on the default model; the paper has 1, 0 and False.
+    temperature: float = 0.8  # of the units' logits
+    relevance: float = 4.0  # a passage found with a score s weighs (s / the best score) ** relevance
+    ask_first: bool = True  # the question in front of the passages as well
 
     def __post_init__(self) -> None:
         if self.trigger not in TRIGGERS:
             raise ValueError(f"expected a trigger of {', '.join(TRIGGERS)}, got {self.trigger!r}")
         counts = min(self.units, self.retrieve_every, self.verify_every, self.tries)
         weight = 1.0 if self.context_weight is None else self.context_weight
-        if counts < 0 or min(self.hits, self.unit_length) < 1 or min(self.temperature, weight) <= 0:
+        if (
+            min(counts, self.relevance) < 0
+            or min(self.hits, self.unit_length) < 1
+            or min(self.temperature, weight) <= 0
+        ):
             raise ValueError(
-                "expected units, intervals and tries from 0, hits and unit_length from 1, context_weight and "
-                f"temperature above 0, got {self}"
+                "expected units, intervals, tries and relevance from 0, hits and unit_length from 1, context_weight "
+                f"and temperature above 0, got {self}"
             )
 
 
 # Ewe 3.5. RAG has all passages in the one unit, which without a context's own stream is a prompt with them in front.
 RAG = Settings(units=1, joined=True, unit_length=960, retrieve_every=0, verify_every=0)
-RAG = replace(RAG, context_stream=False, temperature=1.0, ask_first=False)
+RAG = replace(RAG, context_stream=False, temperature=1.0, relevance=0.0, ask_first=False)
 FLARE = replace(RAG, retrieve_every=1, trigger="min-prob", rewrite=True)
 ITERATIVE_RAG = Settings(verify_every=0)
 SETTINGS = {"ewe": Settings(), "ewe-rag": RAG, "ewe-flare": FLARE, "ewe-iterative": ITERATIVE_RAG}
@@ -142,17 +149,23 @@ class Shelf:
         self.units: list[tuple[Passage, ...]] = []  # oldest first
         self.dropped = 0
 
-    def add(self, passages: Sequence[Passage]) -> tuple[tuple[Passage, ...], tuple[Passage, ...]]:
-        """Make passages, best first, units of the memory, the best last, which stays longest; (added, evicted)."""
-        groups = as_units(self.tokenizer, passages, self.settings)
-        self.dropped += sum(self.memory.add(tokens).dropped for tokens in groups.values())
+    def add(self, weighed: Mapping[Passage, float]) -> tuple[tuple[Passage, ...], tuple[Passage, ...]]:
+        """Make passages, best first, units of the memory, the best last, which stays longest; (added, evicted).
+
+        Each comes with its weight; passages that share a unit have the largest of theirs.
+        """
+        groups = as_units(self.tokenizer, list(weighed), self.settings)
+        for group, tokens in groups.items():
+            self.dropped += self.memory.add(tokens, max(weighed[passage] for passage in group)).dropped
         held, many = [*self.units, *groups], max(0, len(self.units) + len(groups) - self.settings.units)
         evicted, self.units = held[:many], held[many:]
         return _flat(groups), _flat(evicted)
 
-    def new(self, hits: Sequence[Hit]) -> list[Passage]:
-        """Those found that the memory does not hold."""
-        return [hit.passage for hit in hits if hit.passage not in _flat(self.units)]
+    def new(self, hits: Sequence[Hit]) -> dict[Passage, float]:
+        """Those found that the memory does not hold, best first, with their weights."""
+        held, best = _flat(self.units), max((hit.score for hit in hits), default=0.0)
+        ratios = {hit.passage: max(hit.score / best, 0.0) if best > 0 else 1.0 for hit in hits}
+        return {p: max(ratio**self.settings.relevance, LEAST) for p, ratio in ratios.items() if p not in held}
 
 
 def as_units(
@@ -198,8 +211,8 @@ def generate_ewe(
     shelf = Shelf(memory, tokenizer, settings)
     if settings.units:
         hits = retriever.search(question, settings.hits)
-        first = [hit.passage for hit in hits]
-        needed = max(map(len, as_units(tokenizer, first, settings).values()), default=settings.unit_length)
+        first = shelf.new(hits)
+        needed = max(map(len, as_units(tokenizer, list(first), settings).values()), default=settings.unit_length)
         ours = {name: getattr(settings, name) for name in ("context_stream", "context_weight", "temperature")}
         shelf.memory = memory = WorkingMemory(model, settings.units, min(needed, settings.unit_length), prefix, **ours)
         result.pauses.append(Pause(0, "", question, tuple(hits), *shelf.add(first)))
@@ -272,7 +285,7 @@ def feedback(
             verdicts = tuple(verifier(claim, passages) for claim, passages in found.items())
             refuted = [verdict.passage for verdict in verdicts if verdict.verdict == "refuted"]
             pause, deleted = replace(pause, verdicts=verdicts), may_rewrite and bool(refuted)
-            passages = [passage for passage in dict.fromkeys(refuted) if passage and deleted]
+            passages = {passage: 1.0 for passage in refuted if passage and deleted}
         added, evicted = shelf.add(passages)
         pause = replace(pause, added=pause.added + added, evicted=pause.evicted + evicted, deleted=deleted)
         if deleted:

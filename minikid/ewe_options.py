@@ -9,16 +9,10 @@ from minikid.model import GPT, Tokenizer
 from minikid.options import count, make_nli, positive
 from minikid.verify import EntailmentVerifier, TripleVerifier, Verifier
 
-OPTIONS = ("units", "unit_length", "retrieve_every", "verify_every", "threshold", "trigger", "doubt", "tries")
-OPTIONS += (
-    "verify_first",
-    "ask_first",
-    "context_weight",
-    "unit_temperature",
-    "verifier",
-    "nli",
-    "supported",
-    "refuted",
+OPTIONS = (
+    *("units", "unit_length", "retrieve_every", "verify_every", "threshold", "trigger", "doubt", "tries"),
+    *("verify_first", "ask_first", "context_weight", "unit_temperature", "relevance"),
+    *("verifier", "nli", "supported", "refuted"),
 )
 
 
@@ -44,6 +38,7 @@ def add_ewe_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--context-weight", type=float, metavar="W", help="streams of the context (default: K + 1)")
     group.add_argument("--unit-temperature", type=float, metavar="T", help="divides the logits of the units' tokens")
+    group.add_argument("--relevance", type=float, metavar="X", help="a unit weighs (score / best score) ** X")
     group.add_argument(
         "--verifier",
         choices=("triples", "nli"),

@@ -59,6 +59,7 @@ class Unit:
 
     tokens: tuple[int, ...]
     dropped: int  # how many tokens of the passage were cut off
+    weight: float  # the unit's part in attention is as if it stood there so many times
     keys: list[Tensor]  # for each layer [K, slots, C]
     values: list[Tensor]
 
@@ -73,6 +74,8 @@ class WorkingMemory:
 
     `context_weight` (ours) stands for the number of streams, k + 1 or, without `context_stream`, k, where k counts the
     units that are held; `temperature` (ours) divides the units' logits, so that below 1 fewer of their tokens are seen.
+    A unit's weight (ours) is added to its logits as a logarithm: with 2 it counts as two equal units, without one more
+    stream.
     """
 
     def __init__(
@@ -113,18 +116,20 @@ class WorkingMemory:
         """The passages that are held, oldest first."""
         return [unit for unit in self.parts[self._oldest :] + self.parts[1 : self._oldest] if unit.tokens]
 
-    def add(self, passage: Sequence[int]) -> Unit | None:
+    def add(self, passage: Sequence[int], weight: float = 1.0) -> Unit | None:
         """Encode a passage, given as token ids, in the place of the oldest; no other token is forwarded.
 
         What does not fit in `unit_length` tokens is cut off, and counted in the unit's `dropped`. None where there are
-        no units. ValueError for an empty passage.
+        no units. ValueError for an empty passage, and for a weight that is not above 0.
         """
+        if not 0 < weight < math.inf:
+            raise ValueError(f"expected a weight above 0, got {weight}; leave out what should have no part")
         if isinstance(passage, str) or len(passage) == 0:
             raise ValueError(f"expected a passage of at least one token id (Tokenizer.encode), got {passage!r}")
         if len(self.parts) == 1:
             return None
         unit = self._read(tuple(passage), self._prefix.select([0]), slots=self.unit_length)
-        unit = replace(unit, keys=[keys / self.temperature for keys in unit.keys])
+        unit = replace(unit, keys=[keys / self.temperature for keys in unit.keys], weight=weight)
         self.parts[self._oldest] = unit
         self._oldest = self._oldest % (len(self.parts) - 1) + 1
         self.bias = self._bias()
@@ -168,14 +173,15 @@ class WorkingMemory:
         padding = (0, 0, 0, slots - len(tokens))
         keys = [F.pad(buffer[0, :, past : cache.length], padding) for buffer in cache.keys]
         values = [F.pad(buffer[0, :, past : cache.length], padding) for buffer in cache.values]
-        return Unit(tokens, len(passage) - len(tokens), keys, values)
+        return Unit(tokens, len(passage) - len(tokens), 1.0, keys, values)
 
     def _bias(self) -> Tensor:
-        """What is added to the logits of the memory's slots: -log(k + 1) in the units, -inf where there is no token."""
+        """What is added to the logits of the memory's slots, -inf where there is no token."""
         # -> [M]
         streams = self.context_weight or max(len(self.units) + self.context_stream, 1)
         first, *units = self.parts
         bias = [0.0] * len(first.tokens)
         for unit in units:
-            bias += [-math.log(streams)] * len(unit.tokens) + [-math.inf] * (self.unit_length - len(unit.tokens))
+            share = math.log(unit.weight) - math.log(streams)
+            bias += [share] * len(unit.tokens) + [-math.inf] * (self.unit_length - len(unit.tokens))
         return torch.tensor(bias, device=self.model.device, dtype=self.model.dtype)

@@ -204,6 +204,17 @@ def test_the_order_of_the_feedbacks(model, verify_first):
     assert (pause.query is None) == verify_first  # a sentence that is gone is not asked about
 
 
+def test_what_was_found_weighs_by_its_score(model):
+    shelf = ewe.Shelf(WorkingMemory(model, 4, 40), byte_tokenizer(), replace(SHORT, units=4, relevance=2.0))
+    hits = [Hit(PASSAGES[0], 8.0), Hit(PASSAGES[1], 4.0), Hit(PASSAGES[2], 0.0), Hit(PASSAGES[3], -1.0)]
+    shelf.add(shelf.new(hits))
+    assert [unit.weight for unit in shelf.memory.units] == [ewe.LEAST, ewe.LEAST, 0.25, 1.0]  # the best is last
+    assert shelf.new(hits) == {}
+    flat = ewe.Shelf(WorkingMemory(model, 4, 40), byte_tokenizer(), replace(SHORT, units=4, relevance=0.0))
+    assert set(flat.new(hits).values()) == {1.0}
+    assert set(shelf.new([Hit(Passage("5", "", "x"), 0.0)]).values()) == {1.0}  # no scores to go by
+
+
 def test_triggers(model):
     for settings, log_p, token, expected in [
         (replace(SHORT, trigger="entropy", doubt=1.0), torch.zeros(4).log_softmax(0), 0, True),
@@ -269,7 +280,7 @@ def test_no_passages_and_nothing_found(model, passages):
 
 def test_control_tokens_in_a_passage_stay_text(model):
     tokenizer, memory = byte_tokenizer(), WorkingMemory(model, 4, 90)
-    ewe.Shelf(memory, tokenizer, replace(SHORT, units=4)).add(PASSAGES)
+    ewe.Shelf(memory, tokenizer, replace(SHORT, units=4)).add(dict.fromkeys(PASSAGES, 1.0))
     assert any("<|im_end|>" in tokenizer.decode(unit.tokens) for unit in memory.units)
     assert not any(set(unit.tokens) & set(tokenizer.special.values()) for unit in memory.units)
 
@@ -337,6 +348,7 @@ def test_the_layout_is_the_prompt_cut_in_two():
         {"temperature": 0.0},
         {"context_weight": 0.0},
         {"unit_length": 0},
+        {"relevance": -1.0},
     ],
 )
 def test_bad_settings(bad):

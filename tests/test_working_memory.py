@@ -354,6 +354,16 @@ def test_float32_equals_float64():
     assert (single(rows(CONTEXT), None, remember(single)) - expected).abs().max() < 1e-3 * expected.abs().max()
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_weight_is_so_many_equal_units(family):
+    model = random_model(family, 2, 2)
+    memory, copies = (WorkingMemory(model, n, 4, PREFIX, context_weight=3.0) for n in (2, 4))
+    memory.add(UNITS[0], weight=3.0), memory.add(UNITS[1])
+    for unit in [UNITS[0]] * 3 + [UNITS[1]]:
+        copies.add(unit)
+    assert close(model(rows(CONTEXT), memory=memory), model(rows(CONTEXT), memory=copies))
+
+
 def test_mistakes_are_named():
     model = tiny_model(V)
     for arguments, message in [
@@ -369,6 +379,9 @@ def test_mistakes_are_named():
     for passage in ([], "text"):
         with pytest.raises(ValueError, match="at least one token id"):
             memory.add(passage)
+    for weight in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="a weight above 0"):
+            memory.add([1], weight)
     cache, plain = model.new_cache(), model.new_cache()
     model(rows(CONTEXT), cache, memory)
     model(rows(CONTEXT), plain)
