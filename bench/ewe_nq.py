@@ -4,6 +4,7 @@ Each question has five passages, its own and four of other questions that BM25 f
 greedy, of 40 tokens at most. The runs are evaluate.py's, so one that was stopped goes on:
 
     plain, rag, ewe       no passages; all five in the prompt; all five in the memory (k = 5, L = 224)
+    ... as in the paper   Ewe with equal units, at temperature 1, and the question behind them alone
     ... best passage      the one that BM25 ranks first, in the prompt or as the one unit
     ... gold sentence     FILCO's oracle (StrInc): the first sentence that holds an answer, likewise
 
@@ -30,10 +31,11 @@ from minikid.weights import resolve
 
 RUNS = {  # folder: decoders, options
     "five": ("greedy,rag,ewe", []),
+    "paper": ("ewe", ["--unit-temperature", "1", "--relevance", "0", "--no-ask-first"]),
     "best": ("rag,ewe", ["-k", "1", "--units", "1"]),
     "sentence": ("rag,ewe", ["--filter", "strinc", "--units", "1"]),
 }
-NAMES = {"five": "", "best": ", best passage", "sentence": ", gold sentence"}
+NAMES = {"five": "", "paper": ", as in the paper", "best": ", best passage", "sentence": ", gold sentence"}
 
 
 def with_distractors(path: Path, limit: int, out: Path) -> None:

@@ -294,6 +294,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"minikid.retrieve: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from here", file=sys.stderr)
+        return 1
     return 0
 
 
