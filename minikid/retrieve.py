@@ -295,7 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"minikid.retrieve: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on from here", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         return 1
     return 0
 
