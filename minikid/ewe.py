@@ -163,9 +163,16 @@ class Shelf:
 
     def new(self, hits: Sequence[Hit]) -> dict[Passage, float]:
         """Those found that the memory does not hold, best first, with their weights."""
-        held, best = _flat(self.units), max((hit.score for hit in hits), default=0.0)
-        ratios = {hit.passage: max(hit.score / best, 0.0) if best > 0 else 1.0 for hit in hits}
-        return {p: max(ratio**self.settings.relevance, LEAST) for p, ratio in ratios.items() if p not in held}
+        held = _flat(self.units)
+        return {passage: w for passage, w in weights(hits, self.settings.relevance).items() if passage not in held}
+
+
+def weights(hits: Sequence[Hit], relevance: float) -> dict[Passage, float]:
+    """(score / best score) ** relevance, at least LEAST, of each passage found; all 1 where no score is above 0."""
+    best = max((hit.score for hit in hits), default=0.0)
+    if best <= 0:
+        return {hit.passage: 1.0 for hit in hits}
+    return {hit.passage: max(max(hit.score / best, 0.0) ** relevance, LEAST) for hit in hits}
 
 
 def as_units(
@@ -205,17 +212,18 @@ def generate_ewe(
     settled, kept or deleted. ValueError, before any token, for a prompt that leaves no room.
     """
     prefix, context = prompts(model, tokenizer, question, settings, max_new_tokens, chat)
-    result, memory = EweGeneration(), None
+    result, memory, hits = EweGeneration(), None, []
     if max_new_tokens == 0:
         return result
-    shelf = Shelf(memory, tokenizer, settings)
     if settings.units:
         hits = retriever.search(question, settings.hits)
-        first = shelf.new(hits)
-        needed = max(map(len, as_units(tokenizer, list(first), settings).values()), default=settings.unit_length)
+        first = as_units(tokenizer, [hit.passage for hit in hits], settings).values()
+        length = min(settings.unit_length, max(map(len, first), default=settings.unit_length))
         ours = {name: getattr(settings, name) for name in ("context_stream", "context_weight", "temperature")}
-        shelf.memory = memory = WorkingMemory(model, settings.units, min(needed, settings.unit_length), prefix, **ours)
-        result.pauses.append(Pause(0, "", question, tuple(hits), *shelf.add(first)))
+        memory = WorkingMemory(model, settings.units, length, prefix, **ours)
+    shelf = Shelf(memory, tokenizer, settings)
+    if memory:
+        result.pauses.append(Pause(0, "", question, tuple(hits), *shelf.add(shelf.new(hits))))
     draft = Draft(model, memory, context if memory else prefix + context)
     start, number, tries = 0, 1, 0  # of the sentence that is being written: first token, number, rewrites so far
     paused = False  # whether the pause before the next token has been

@@ -212,7 +212,7 @@ def test_what_was_found_weighs_by_its_score(model):
     assert shelf.new(hits) == {}
     flat = ewe.Shelf(WorkingMemory(model, 4, 40), byte_tokenizer(), replace(SHORT, units=4, relevance=0.0))
     assert set(flat.new(hits).values()) == {1.0}
-    assert set(shelf.new([Hit(Passage("5", "", "x"), 0.0)]).values()) == {1.0}  # no scores to go by
+    assert ewe.weights([Hit(PASSAGES[0], 0.0), Hit(PASSAGES[1], -1.0)], 4.0) == dict.fromkeys(PASSAGES[:2], 1.0)
 
 
 def test_triggers(model):
