@@ -8,6 +8,7 @@ import argparse
 import csv
 import hashlib
 import json
+import math
 import os
 import shutil
 import sys
@@ -20,7 +21,8 @@ from typing import Any
 
 import torch
 
-from minikid import options, scratch, weights
+from minikid import scratch, weights
+from minikid.arguments import count, positive
 from minikid.config import Config, read_json
 from minikid.corpus import Batches, Corpus, all_batches, read_corpus, read_texts
 from minikid.files import replacing
@@ -48,17 +50,22 @@ FREE = ("out", "resume", "dry_run", "valid", "valid_every", "save_every", "log_e
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="train.py", description="Train a GPT-2 / Llama model.")
-    whole = options.count
     add = parser.add_argument
     add("--data", required=True, metavar="FILE", help='a text, or a .jsonl of {"prompt", "completion"}')
     add("--valid", metavar="FILE", help="the same, for the validation loss")
     add("--out", required=True, type=Path, metavar="DIR", help="the folder of the model, its checkpoint and its log")
     add("--init", default="scratch", metavar="scratch|NAME|DIR", help="what to train (default: %(default)s)")
-    add("--steps", type=whole, required=True, metavar="N", help="updates of the weights")
-    add("--batch-size", type=whole, default=16, metavar="B", help="rows of all processes a step (default: %(default)s)")
+    add("--steps", type=positive, required=True, metavar="N", help="updates of the weights")
+    add(
+        "--batch-size",
+        type=positive,
+        default=16,
+        metavar="B",
+        help="rows a step, of all processes (default: %(default)s)",
+    )
     add("--resume", action="store_true", help="go on from the checkpoint in DIR, if there is one")
     add("--dry-run", action="store_true", help="print parameters, memory and steps, and write nothing")
-    add("--length", type=whole, metavar="T", help="tokens of a row at most (default: the positions, up to 1024)")
+    add("--length", type=positive, metavar="T", help="tokens of a row at most (default: the positions, up to 1024)")
     add("--chat", action=argparse.BooleanOptionalAction, help="wrap prompts in the chat template (default: if any)")
     add(
         "--attention", choices=("causal", "prefix"), help="prefix: prompts see both ways (default: as the model has it)"
@@ -66,38 +73,31 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     new = parser.add_argument_group("a model from scratch")
     new.add_argument("--family", default="llama", choices=("gpt2", "llama"), help="default: %(default)s")
     for name, value in (("layers", 4), ("heads", 4), ("hidden", 128), ("positions", 512)):
-        new.add_argument(f"--{name}", type=whole, default=value, metavar="N", help="default: %(default)s")
-    new.add_argument("--kv-heads", type=whole, metavar="N", help="default: as many as heads")
-    new.add_argument("--intermediate", type=whole, metavar="N", help="default: 4 x hidden, in a llama 8/3 x hidden")
+        new.add_argument(f"--{name}", type=positive, default=value, metavar="N", help="default: %(default)s")
+    new.add_argument("--kv-heads", type=positive, metavar="N", help="default: as many as heads")
+    new.add_argument("--intermediate", type=positive, metavar="N", help="default: 4 x hidden, in a llama 8/3 x hidden")
     new.add_argument("--tokenizer", default="bpe", choices=("bpe", "characters"), help="default: %(default)s")
-    new.add_argument("--vocab-size", type=whole, default=4096, metavar="V", help="at most (default: %(default)s)")
+    new.add_argument("--vocab-size", type=positive, default=4096, metavar="V", help="at most (default: %(default)s)")
     steps = parser.add_argument_group("the steps")
     steps.add_argument("--lr", type=float, help="learning rate at its peak (default: 1e-3 from scratch, else 5e-5)")
     steps.add_argument("--min-lr", type=float, help="at the end (default: a tenth)")
-    steps.add_argument("--warmup", type=whole, metavar="N", help="steps (default: a tenth, up to 100)")
+    steps.add_argument("--warmup", type=count, metavar="N", help="steps (default: a tenth, up to 100)")
     steps.add_argument("--weight-decay", type=float, default=0.1, help="of matrices (default: %(default)s)")
     steps.add_argument("--clip", type=float, default=1.0, help="norm of the gradient; 0: any (default: %(default)s)")
-    steps.add_argument("--accumulate", type=whole, default=1, metavar="N", help="cut each batch N times to save memory")
+    steps.add_argument(
+        "--accumulate", type=positive, default=1, metavar="N", help="cut each batch N times to save memory"
+    )
     steps.add_argument("--seed", type=int, default=0, help="of first weights and order of data (default: %(default)s)")
     steps.add_argument("--device", default="cpu", help="cpu, cuda, ... (default: %(default)s)")
     steps.add_argument("--dtype", choices=("float32", "bfloat16"), help="of products (default: bfloat16 on CUDA)")
-    steps.add_argument("--valid-every", type=whole, metavar="N", help="steps (default: a tenth)")
-    steps.add_argument("--save-every", type=whole, default=100, metavar="N", help="steps (default: %(default)s)")
-    steps.add_argument("--log-every", type=whole, default=10, metavar="N", help="steps (default: %(default)s)")
+    steps.add_argument("--valid-every", type=positive, metavar="N", help="steps (default: a tenth)")
+    steps.add_argument("--save-every", type=positive, default=100, metavar="N", help="steps (default: %(default)s)")
+    steps.add_argument("--log-every", type=positive, default=10, metavar="N", help="steps (default: %(default)s)")
     args = parser.parse_args(argv)
-    for name in (
-        "steps",
-        "batch_size",
-        "accumulate",
-        "save_every",
-        "log_every",
-        "layers",
-        "heads",
-        "hidden",
-        "positions",
-    ):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')}: expected 1 or more")
+    for name in ("lr", "min_lr", "weight_decay", "clip"):
+        value = getattr(args, name)
+        if value is not None and not 0 <= value < math.inf:
+            parser.error(f"--{name.replace('_', '-')}: expected 0 or more, got {value}")
     for file in filter(None, (args.data, args.valid)):
         if not Path(file).is_file():
             parser.error(f"{file}: no such file")
@@ -131,13 +131,17 @@ def join_world(device: str) -> tuple[World, str]:
 
 
 def prepare(args: argparse.Namespace, out: Path) -> None:
-    """Write all of the folder but the tensors."""
+    """Write all of the folder but the tensors. ValueError for one that holds a model already."""
+    if args.init != "scratch" and weights.resolve(args.init).resolve() == out.resolve():
+        raise ValueError(f"--init and --out are the same folder, {out}; choose another --out")
+    if other := next(out.glob("*.safetensors"), None):
+        raise ValueError(f"{other} is a model without the checkpoint of a run; choose another --out")
     out.mkdir(parents=True, exist_ok=True)
     if args.init == "scratch":
         train_tokenizer = scratch.train_bpe if args.tokenizer == "bpe" else scratch.train_characters
         library = train_tokenizer(read_texts(args.data), args.vocab_size)
         with replacing(out / "tokenizer.json") as path:
-            library.save(str(path))
+            path.write_text(library.to_str(pretty=True), encoding="utf-8")
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": scratch.EOS}
         write_json(out / "tokenizer_config.json", settings | {"clean_up_tokenization_spaces": False})
         names = ("layers", "heads", "kv_heads", "hidden", "intermediate", "positions")
@@ -150,11 +154,13 @@ def prepare(args: argparse.Namespace, out: Path) -> None:
         )
     else:
         source = weights.resolve(args.init)
-        if source.resolve() == out.resolve():
-            raise ValueError(f"--init and --out are the same folder, {out}; choose another --out")
         for name in COMPANIONS:
             if (source / name).exists():
                 shutil.copyfile(source / name, out / name)
+        if args.chat is False:  # what reads the model later shall not wrap prompts either
+            (out / "chat_template.jinja").unlink(missing_ok=True)
+            if (settings := out / "tokenizer_config.json").exists():
+                write_json(settings, {k: v for k, v in read_json(settings).items() if k != "chat_template"})
         config = read_json(source / "config.json")
         config.pop("torch_dtype", None)
         config |= {"dtype": "float32"} | ({"attention": args.attention} if args.attention else {})

@@ -259,3 +259,19 @@ def test_bad_usage_is_refused(pairs, tmp_path, capsys):
     assert "lr was 0.001 and is 0.1" in error(*run, "--resume", "--lr", "0.1")
     (tmp_path / "out" / train.CHECKPOINT).write_text("broken")
     assert "is no checkpoint" in error(*run, "--resume")
+
+
+def test_a_folder_with_a_model_is_left_alone(pairs, tmp_path, capsys):
+    out = write_folder(tmp_path / "model")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert train.main(["--data", pairs, "--out", str(out), "--steps", "1", *SMALL]) == 1
+    assert "choose another --out" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+def test_a_model_that_was_trained_without_its_template_has_none(pairs, tmp_path):
+    init, out = write_folder(tmp_path / "init", TEMPLATE), tmp_path / "out"
+    assert train.main(["--data", pairs, "--init", str(init), "--out", str(out), "--steps", "1", "--no-chat"]) == 0
+    tokenizer = load(out)[1]
+    assert tokenizer.template is None
+    assert tokenizer.prompt("Hi") == tokenizer.encode("Hi")
