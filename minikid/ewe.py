@@ -8,6 +8,7 @@ passage into the memory, deletes the sentence and writes it again. Plain decodin
 same loop with other settings (Ewe 3.5).
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -59,11 +60,8 @@ class Settings:
             raise ValueError(f"expected a trigger of {', '.join(TRIGGERS)}, got {self.trigger!r}")
         counts = min(self.units, self.retrieve_every, self.verify_every, self.tries)
         weight = 1.0 if self.context_weight is None else self.context_weight
-        if (
-            min(counts, self.relevance) < 0
-            or min(self.hits, self.unit_length) < 1
-            or min(self.temperature, weight) <= 0
-        ):
+        finite = all(0 < number < math.inf for number in (self.temperature, weight)) and 0 <= self.relevance < math.inf
+        if counts < 0 or min(self.hits, self.unit_length) < 1 or not finite:
             raise ValueError(
                 "expected units, intervals, tries and relevance from 0, hits and unit_length from 1, context_weight "
                 f"and temperature above 0, got {self}"
@@ -162,9 +160,10 @@ class Shelf:
         return _flat(groups), _flat(evicted)
 
     def new(self, hits: Sequence[Hit]) -> dict[Passage, float]:
-        """Those found that the memory does not hold, best first, with their weights."""
-        held = _flat(self.units)
-        return {passage: w for passage, w in weights(hits, self.settings.relevance).items() if passage not in held}
+        """Those found that the memory does not hold, best first, with their weights; to share a unit, all if any."""
+        held, found = set(_flat(self.units)), weights(hits, self.settings.relevance)
+        new = {passage: weight for passage, weight in found.items() if passage not in held}
+        return found if self.settings.joined and new else new
 
 
 def weights(hits: Sequence[Hit], relevance: float) -> dict[Passage, float]:

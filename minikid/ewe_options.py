@@ -4,9 +4,10 @@ import argparse
 from collections.abc import Iterable
 from dataclasses import fields, replace
 
+from minikid.arguments import count, positive
 from minikid.ewe import SETTINGS, TRIGGERS, Settings
 from minikid.model import GPT, Tokenizer
-from minikid.options import count, make_nli, positive
+from minikid.options import make_nli
 from minikid.verify import EntailmentVerifier, TripleVerifier, Verifier
 
 OPTIONS = (

@@ -91,7 +91,7 @@ class WorkingMemory:
     ):
         if units < 0 or unit_length < 1:
             raise ValueError(f"expected units from 0 and a unit_length from 1, got {units} and {unit_length}")
-        if temperature <= 0 or (context_weight is not None and context_weight <= 0):
+        if not all(0 < x < math.inf for x in (temperature, 1.0 if context_weight is None else context_weight)):
             raise ValueError(f"expected context_weight and temperature above 0, got {context_weight} and {temperature}")
         room = model.config.max_positions - len(prefix) - min(units, 1) * unit_length
         if room < 1:

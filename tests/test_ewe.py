@@ -256,6 +256,14 @@ def test_flare_rewrites_what_was_doubtful_with_what_it_found(model):
     assert all(pause.added and not pause.verdicts for pause in rewritten)
 
 
+def test_a_shared_unit_is_replaced_by_all_that_was_found(model):
+    shelf = ewe.Shelf(WorkingMemory(model, 1, 90), byte_tokenizer(), replace(FLARE, hits=2))
+    for pair in (PASSAGES[:2], PASSAGES[1:3]):  # the second passage is held when it is found again
+        shelf.add(shelf.new([Hit(passage, 1.0) for passage in pair]))
+        assert shelf.units == [tuple(pair)]
+    assert shelf.new([Hit(PASSAGES[2], 1.0), Hit(PASSAGES[1], 1.0)]) == {}  # nothing new
+
+
 def test_iterative_rag_only_retrieves(model):
     assert (ITERATIVE_RAG.units > 1, ITERATIVE_RAG.verify_every, ITERATIVE_RAG.rewrite) == (True, 0, False)
     generation = run(model, verifier=None, settings=replace(ITERATIVE_RAG, units=2, unit_length=40, hits=2))
@@ -349,6 +357,8 @@ def test_the_layout_is_the_prompt_cut_in_two():
         {"context_weight": 0.0},
         {"unit_length": 0},
         {"relevance": -1.0},
+        {"temperature": math.nan},
+        {"context_weight": math.inf},
     ],
 )
 def test_bad_settings(bad):

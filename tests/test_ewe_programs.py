@@ -96,7 +96,7 @@ def test_samples_draw_with_seeds_of_their_own(run):
         (["--filter", "strinc", "--answer", "x"], "--filter"),
         (["--context-weight", "0"], "above 0"),
         (["--unit-temperature", "-1"], "above 0"),
-        (["-k", "0"], "hits"),
+        (["-k", "0"], "1 or more"),
         (["--trigger", "sometimes"], "invalid choice"),
     ],
 )
