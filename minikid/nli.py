@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from minikid import weights
 from minikid.config import read_json
 from minikid.encoder import Bert, load_bert
+from minikid.folder import usable
 from minikid.generation import likelihoods, pad
 from minikid.model import GPT
 from minikid.tokenizer import Tokenizer
@@ -72,7 +73,7 @@ class CrossEncoder:
         if sorted(labels) not in ([0, 1], [0, 1, 2]) or len(labels) < len(names):
             raise ValueError(f"{folder / 'config.json'}: expected id2label to name {', '.join(LABELS)}, came {names}")
         trunk, tokenizer, heads, _ = load_bert(folder)
-        return cls(trunk.to(device).eval().requires_grad_(False), tokenizer, heads, labels)
+        return cls(trunk.to(usable(device)).eval().requires_grad_(False), tokenizer, heads, labels)
 
     def logits(self, tokens: Tensor, types: Tensor, mask: Tensor) -> Tensor:
         """The classifier's outputs, in the file's order; `mask` is True where there is a token."""
@@ -112,9 +113,9 @@ class LanguageModelNLI:
 
     @torch.inference_mode()
     def scores(self, pairs: Sequence[tuple[str, str]], batch_size: int = 16) -> Tensor:
-        """As the protocol says. A premise is read once for all its hypotheses.
+        """As the protocol says. A premise is read once for all its hypotheses; one that is too long is cut.
 
-        ValueError for an empty hypothesis, and for a pair that is longer than the model's positions.
+        ValueError for an empty hypothesis, and for one that is longer than the model's positions.
         """
         # N pairs -> [N, 3]
         z: dict[tuple[str | None, str, str], float] = {}
@@ -124,13 +125,24 @@ class LanguageModelNLI:
         for premise, rows in asked.items():
             for start in range(0, len(rows), batch_size):
                 batch = rows[start : start + batch_size]
-                prompts = [self._prompt(premise, ask) for ask, _ in batch]
-                found = likelihoods(self.model, prompts, [self.tokenizer.encode(h) for _, h in batch])
+                texts = [self.tokenizer.encode(hypothesis) for _, hypothesis in batch]
+                prompts = [self._prompt(premise, ask, max(map(len, texts))) for ask, _ in batch]
+                found = likelihoods(self.model, prompts, texts)
                 z |= {(premise, *row): float(log_p.mean()) for row, log_p in zip(batch, found, strict=True)}
         table = [[z[p, TRUE, h], z[None, FREE, h], z[p, FALSE, h]] for p, h in pairs]
         return torch.tensor(table, dtype=torch.float64).reshape(-1, len(LABELS)).softmax(-1)
 
-    def _prompt(self, premise: str | None, ask: str) -> list[int]:
-        text = ask if premise is None else f"{premise}\n\n{ask}"
+    def _prompt(self, premise: str | None, ask: str, behind: int) -> list[int]:
+        """The prompt, its premise cut so that as many tokens fit behind it."""
         chat = self.tokenizer.template is not None
-        return self.tokenizer.prompt(text if chat else text + "\n", chat)
+
+        def prompt(text: str | None) -> list[int]:
+            asked = ask if text is None else f"{text}\n\n{ask}"
+            return self.tokenizer.prompt(asked if chat else asked + "\n", chat)
+
+        tokens, most = prompt(premise), self.model.config.max_positions - behind
+        while premise and len(tokens) > most:
+            ids = self.tokenizer.encode(premise)
+            premise = self.tokenizer.decode(ids[: max(len(ids) - (len(tokens) - most), 0)]).rstrip("\ufffd")
+            tokens = prompt(premise)
+        return tokens

@@ -114,3 +114,11 @@ def test_empty_hypotheses_are_refused():
 
 def test_the_asks_differ():
     assert len({TRUE, FALSE, FREE}) == 3
+
+
+def test_a_premise_that_is_too_long_is_cut(short_asks):
+    tokenizer = byte_tokenizer()
+    scorer = LanguageModelNLI(tiny_model(tokenizer.vocab_size), tokenizer)
+    room = scorer.model.config.max_positions - len(tokenizer.encode("ab") + tokenizer.encode(f"\n\n{short_asks[0]}\n"))
+    long, fitting = scorer.scores([("x" * 500, "ab"), ("x" * room, "ab")])
+    torch.testing.assert_close(long, fitting)
