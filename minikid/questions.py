@@ -1,12 +1,13 @@
 """Questions with answers and passages, in the form of DPR and FiD.
 
-A file holds JSON lines, or one JSON array, of objects
+A file, gzipped if its name ends in .gz, holds JSON lines, or one JSON array, of objects
 
     {"id": ..., "question": "...", "answers": ["...", ...], "ctxs": [{"title": "...", "text": "..."}, ...]}
 
 "id" may be anything, and it, "ctxs" and the titles may be missing; further fields are passed over.
 """
 
+import gzip
 import hashlib
 import json
 import re
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from minikid.passages import Passage
 
@@ -65,15 +66,19 @@ def read_questions(path: str | Path, on_bad: Callable[[ValueError], None] | None
             yield question
 
 
+def _open(path: Path) -> BinaryIO:
+    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
+
+
 def _is_array(path: Path) -> bool:
-    with path.open("rb") as file:
+    with _open(path) as file:
         first = next((stripped for line in file if (stripped := line.removeprefix(BOM).strip())), b"")
     return first.startswith(b"[")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Callable[[], Any]]]:
     """(line number, a function that parses the line) of each line that is not blank."""
-    with path.open("rb") as file:
+    with _open(path) as file:
         for number, line in enumerate(file, start=1):
             if content := (line.removeprefix(BOM) if number == 1 else line).strip():
                 yield number, partial(_parse, content)
@@ -91,7 +96,8 @@ def _parse(content: bytes) -> Any:
 def _array(path: Path) -> Iterator[tuple[int, Callable[[], Any]]]:
     """(line number, a function that gives the entry) of each entry of an array."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with _open(path) as file:
+            text = file.read().removeprefix(BOM).decode()
         entries = json.loads(text)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 ({error.reason}); convert the file") from None

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from minikid import weights
+from minikid.arguments import count, positive
 from minikid.files import replacing
 from minikid.filter import (
     MEASURES,
@@ -79,7 +80,9 @@ def filter_questions(
         try:
             found = run(batch)
         except ValueError as error:
-            raise ValueError(f"{batch[0].place} to {batch[-1].place}: {error}") from None
+            if len(batch) > 1:  # which of them?
+                return [line for question in batch for line in make([question])]
+            raise ValueError(f"{batch[0].place}: {error}") from None
         return [_line(question, selection, k) for question, selection in zip(batch, found, strict=True)]
 
     def batches(todo: Sequence[Question]) -> Iterator[Sequence[Question]]:
@@ -140,7 +143,11 @@ def _oracle(options: argparse.Namespace) -> None:
 
 
 def _training(options: argparse.Namespace) -> None:
+    if not (options.context or options.answer):
+        raise ValueError("expected --context FILE, --answer FILE or both: what shall be written?")
     questions = list(islice(read_questions(options.data), options.skip, options.limit))
+    if not questions:
+        raise ValueError(f"{options.data}: no questions from number {options.skip} on, before --limit {options.limit}")
     if not options.silver.is_file():
         raise ValueError(f"{options.silver}: no such file; run `python -m minikid.filter oracle` first")
     lines = kept_lines(options.silver, None, questions, FIELDS)
@@ -158,8 +165,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True)
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("data", type=Path, metavar="DATA", help="questions with answers and ctxs, as evaluate.py's")
-    shared.add_argument("--limit", type=int, metavar="N", help="only the first N questions")
-    shared.add_argument("-k", type=int, metavar="K", help="only the first K passages of each")
+    shared.add_argument("--limit", type=positive, metavar="N", help="only the first N questions")
+    shared.add_argument("-k", type=positive, metavar="K", help="only the first K passages of each")
 
     find = commands.add_parser("oracle", parents=[shared], help="choose a sentence by the gold answers")
     find.set_defaults(run=_oracle)
@@ -172,7 +179,7 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("training", parents=[shared], help="write files that train.py reads")
     train.set_defaults(run=_training)
     train.add_argument("silver", type=Path, metavar="SILVER", help="what oracle wrote for DATA")
-    train.add_argument("--skip", type=int, default=0, metavar="N", help="leave the first N questions out")
+    train.add_argument("--skip", type=count, default=0, metavar="N", help="leave the first N questions out")
     train.add_argument("--context", type=Path, metavar="FILE", help="for M_ctx: (question, passages) -> sentence")
     train.add_argument("--answer", type=Path, metavar="FILE", help="for M: (sentence, question) -> answer")
     return parser

@@ -1,5 +1,6 @@
 """Questions from JSON lines and arrays: what is read, and how bad records are named."""
 
+import gzip
 import json
 
 import pytest
@@ -139,3 +140,12 @@ def test_the_digest_changes_with_all_that_decoders_and_scores_read(tmp_path):
     assert len(set(digests)) == 5
     assert digests[5] == digests[0]
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1}) != digest({"a": 1, "b": "2"})
+
+
+def test_gzipped_files(tmp_path):
+    record = {"question": "Who?", "answers": ["me"], "ctxs": []}
+    for text in (json.dumps(record), json.dumps([record])):
+        (tmp_path / "a.json").write_text(text)
+        (tmp_path / "b.json.gz").write_bytes(gzip.compress(text.encode()))
+        plain, packed = (list(read_questions(tmp_path / name)) for name in ("a.json", "b.json.gz"))
+        assert [q.digest for q in plain] == [q.digest for q in packed]
