@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from minikid import weights
 from minikid.config import read_json
-from minikid.folder import tensor_shapes
+from minikid.folder import tensor_shapes, usable
 
 ACTIVATIONS = {
     "gelu": F.gelu,  # the exact, erf form; GPT-2's tanh form has names of its own
@@ -165,6 +165,8 @@ class Encoder(nn.Module):
         # N texts -> [N, D]
         if isinstance(texts, str):
             raise ValueError("expected a list of texts, came one string; wrap it in a list")
+        if batch_size < 1:
+            raise ValueError(f"expected a batch_size of at least 1, came {batch_size}")
         device = self.trunk.tokens.weight.device
         vectors = np.empty((len(texts), self.dimension), dtype=np.float32)
         bar = tqdm(total=len(texts), unit="text", desc="encoding", disable=not progress)
@@ -221,7 +223,7 @@ def load_encoder(
     trunk, tokenizer, _, digest = load_bert(trunk_folder)
     settings = {"pooling": pooling, "normalise": normalise, "max_length": max_length, "pairs": dpr}
     encoder = Encoder(trunk, tokenizer, **settings, fingerprint=digest)
-    return encoder.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    return encoder.to(device=usable(device), dtype=dtype).eval().requires_grad_(False)
 
 
 def load_bert(folder: str | Path) -> tuple[Bert, Tokenizer, dict[str, Tensor], str]:

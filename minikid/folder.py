@@ -18,6 +18,15 @@ Source = tuple[str, list[str], bool]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
+def usable(device: str | torch.device) -> torch.device:
+    """The device of that name. ValueError where this machine, or this build of torch, has none."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:  # no such kind; torch was built without it
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"--device {device}: torch cannot use it ({reason}); expected cpu, cuda, ...") from None
+
+
 def tensor_shapes(folder: str | Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
     """Name -> (file, shape) of every tensor in the folder.
 

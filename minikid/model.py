@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from minikid import weights
 from minikid.config import Config, Rope
-from minikid.folder import read_parameters
+from minikid.folder import read_parameters, usable
 from minikid.pack import pack
 from minikid.tokenizer import Tokenizer
 from minikid.working_memory import Unit, WorkingMemory
@@ -374,7 +374,7 @@ class _NoInit(TorchFunctionMode):
 
 def load_weights(folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32) -> GPT:
     """The model of an HF-layout folder in plain `nn.Linear` layers, trainable."""
-    config = Config.from_folder(folder)
+    config, device = Config.from_folder(folder), usable(device)
     with torch.device("meta"), _NoInit():
         model = GPT(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

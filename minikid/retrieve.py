@@ -8,6 +8,7 @@ Every retriever has `search(query, k) -> list[Hit]`, best first: at most k hits,
 
 import argparse
 import json
+import math
 import re
 import sys
 from array import array
@@ -20,6 +21,7 @@ import bm25s
 import numpy as np
 from tqdm import tqdm
 
+from minikid.arguments import positive
 from minikid.dense import Dense
 from minikid.encoder import load_encoder
 from minikid.files import replacing_folder
@@ -73,6 +75,8 @@ class BM25:
     """
 
     def __init__(self, passages: Iterable[Passage], *, k1: float = 0.9, b: float = 0.4, progress: bool = False):
+        if not (0 <= k1 < math.inf and 0 <= b <= 1):
+            raise ValueError(f"expected k1 of at least 0 and b from 0 to 1, came {k1} and {b}")
         self.passages = passages if isinstance(passages, Sequence) else list(passages)
         vocabulary: dict[str, int] = {}
         documents = []
@@ -271,7 +275,7 @@ def _parser() -> argparse.ArgumentParser:
     build.add_argument("--query-encoder", metavar="NAME|DIR", help="encoder of queries, if another one (DPR)")
     build.add_argument("--factory", default="Flat", help="faiss index, say IVF4096,PQ64 (default: Flat, exact)")
     build.add_argument("--tuning", default="", help="faiss search parameters, say nprobe=32")
-    build.add_argument("--batch-size", type=int, default=32, help="passages encoded at a time (default: 32)")
+    build.add_argument("--batch-size", type=positive, default=32, help="passages encoded at a time (default: 32)")
 
     search = commands.add_parser("search", parents=[shared], help="search an index")
     search.set_defaults(run=_search)
@@ -279,7 +283,7 @@ def _parser() -> argparse.ArgumentParser:
     search.add_argument(
         "queries", nargs="+", metavar="QUERY", help="a question; - reads one per line from standard input"
     )
-    search.add_argument("-k", type=int, default=5, help="hits per query (default: 5)")
+    search.add_argument("-k", type=positive, default=5, help="hits per query (default: 5)")
     search.add_argument("--retriever", choices=["bm25", "dense", "hybrid"], help="default: all that was built")
     search.add_argument("--encoder", default=ENCODER, metavar="NAME|DIR", help="encoder of the queries")
     search.add_argument("--json", action="store_true", help="one JSON object per query")

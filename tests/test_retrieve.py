@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -223,7 +224,9 @@ def test_program_fails_with_one_line(corpus, tmp_path, capsys):
         assert streams.err.count("\n") == 1
     assert list((tmp_path / "index").iterdir()) == []
     assert retrieve.main(["build", *corpus, "--out", out]) == 0
-    assert retrieve.main(["search", out, "x", "-k", "0"]) == 1
+    for extra in (["--k1", "nan"], ["--b", "2"], ["--retriever", "dense", "--batch-size", "0"]):
+        with pytest.raises(SystemExit) if "dense" in extra else nullcontext():
+            assert retrieve.main(["build", *corpus, "--out", str(tmp_path / "new"), *extra]) == 1
 
 
 def test_exit_codes_of_usage(tmp_path):
