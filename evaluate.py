@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from minikid import metrics, options, weights
+from minikid.arguments import count, positive
 from minikid.chain import accuracy
 from minikid.decode import Generation, LittleKID, Vanilla, beam_search_batch, generate_batch, generate_on_cache, greedy
 from minikid.ewe import SETTINGS, generate_ewe
@@ -230,7 +231,7 @@ def filter_passages(setup: Setup, questions: Sequence[Question]) -> list[dict[st
         settings |= {"model": args.model, "dtype": args.dtype} if args.filter == "cxmi" else {}
         run = oracle(args.filter, args.k, (setup.model, setup.tokenizer), chat=args.chat)
     else:
-        run = trained(load(args.filter, args.device, options.DTYPES[args.dtype]), args.k, args.chat)
+        run = trained(load(args.filter, args.device, options.DTYPES[args.dtype]), args.k)
     return filter_questions(args.out / "filter.jsonl", questions, settings, run, args.k)
 
 
@@ -296,10 +297,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("data", type=Path, metavar="DATA", help="JSON lines or an array: question, answers, ctxs")
     parser.add_argument("--decoders", default="sample,beam,kid", metavar="NAME,...", help=f"of {', '.join(DECODERS)}")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="for generations and results.json")
-    parser.add_argument("--limit", type=options.count, metavar="N", help="only the first N questions")
-    parser.add_argument("--batch-size", type=options.count, default=32, metavar="N", help="rows at once (default: 32)")
-    parser.add_argument("--beams", type=options.count, default=5, metavar="N", help="of beam search (default: 5)")
-    parser.add_argument("-k", type=options.count, metavar="K", help="only the first K passages of each question")
+    parser.add_argument("--limit", type=positive, metavar="N", help="only the first N questions")
+    parser.add_argument("--batch-size", type=positive, default=32, metavar="N", help="rows at once (default: 32)")
+    parser.add_argument("--beams", type=positive, default=5, metavar="N", help="of beam search (default: 5)")
+    parser.add_argument("-k", type=count, metavar="K", help="only the first K passages of each question")
     parser.add_argument("--context", action="store_true", help="put the passages into the prompts of all decoders")
     options.add_filter_option(parser, "measures, which know the answers, are oracles")
     parser.add_argument("--skip-bad", action="store_true", help="pass over records that cannot be used")
@@ -316,9 +317,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--decoders: expected names of {', '.join(DECODERS)} with commas between, got {name!r}")
     if not args.data.is_file():
         parser.error(f"{args.data}: no such file")
-    for name in ("limit", "batch_size", "beams"):
-        if getattr(args, name) == 0:
-            parser.error(f"--{name.replace('_', '-')}: expected 1 or more")
     try:
         options.check_filter(args.filter)
         for name in SETTINGS.keys() & set(args.decoders):

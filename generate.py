@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from minikid import kgclue, options
+from minikid.arguments import positive
 from minikid.decode import (
     Constrained,
     Generation,
@@ -51,9 +52,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options.add_decoding_options(parser)
     options.add_rethink_options(parser)
     add_ewe_options(parser)
-    parser.add_argument("--num-samples", type=options.count, default=1, metavar="N", help="default: %(default)s")
+    parser.add_argument("--num-samples", type=positive, default=1, metavar="N", help="default: %(default)s")
     parser.add_argument(
-        "--beams", type=options.count, default=5, metavar="B", help="of beam and trie (default: %(default)s)"
+        "--beams", type=positive, default=5, metavar="B", help="of beam and trie (default: %(default)s)"
     )
     parser.add_argument(
         "--trie",
@@ -65,10 +66,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-lookahead", action="store_true", help="of trie: the prefix tree alone")
     parser.add_argument("--json", action="store_true", help="one JSON object per generation on standard output")
     args = parser.parse_args(argv)
-    if args.context and args.decoder in SETTINGS:
-        parser.error(f"--context: the passages of --decoder {args.decoder} are in its memory; choose another decoder")
+    if args.num_samples > 1 and args.decoder == "rr":
+        parser.error("--num-samples: --decoder rr gives one answer; --paths sets how many texts it samples")
     if args.filter and args.decoder in ("trie", "rr", *SETTINGS):
         parser.error(f"--filter: the passages of --decoder {args.decoder} are not filtered; choose another decoder")
+    if args.context and args.decoder in ("trie", "rr", *SETTINGS):
+        parser.error(f"--context: --decoder {args.decoder} puts no passages into its prompt; choose another decoder")
     if bool(args.answer) != (args.filter in MEASURES):
         parser.error(
             "--filter strinc, lexical and cxmi choose by the gold answers: they need --answer TEXT, and nothing else "
@@ -80,28 +83,28 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if args.decoder in SETTINGS:
             make_settings(args, args.decoder)
         args.question = read_prompt(args)
+        check_knowledge(args)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    for file in args.knowledge or []:
-        if not Path(file).exists():
-            parser.error(f"--knowledge {file}: no such file or folder")
-    if args.decoder == "trie":
-        if not args.knowledge and not args.trie:
-            parser.error(
-                "--decoder trie needs triples: --knowledge FILE.tsv with subject, predicate and object, or --trie DIR"
-            )
-        for file in args.knowledge or []:
-            if Path(file).is_dir() or not options.holds_triples(file):
-                parser.error(
-                    f"--knowledge {file}: expected triples, a .tsv of subject, predicate and object without a header"
-                )
-    elif args.trie and args.decoder not in ("kid", "little-kid"):
+    if args.trie and args.decoder not in ("kid", "little-kid", "trie"):
         parser.error(f"--trie: {args.decoder} has no trie; expected --decoder kid, little-kid or trie")
-    if min(args.num_samples, args.beams) < 1:
-        parser.error("--num-samples and --beams: expected 1 or more")
     if args.decoder in ("beam", "trie") and args.num_samples > args.beams:
         parser.error(f"--num-samples {args.num_samples}: {args.beams} beams end in no more texts; raise --beams")
     return args
+
+
+def check_knowledge(args: argparse.Namespace) -> None:
+    """ValueError or OSError for --knowledge that is not there, or not what the decoder works with."""
+    files, wanted = args.knowledge or [], "triples, a .tsv of subject, predicate and object without a header"
+    for file in files:
+        if not Path(file).exists():
+            raise ValueError(f"--knowledge {file}: no such file or folder")
+    if args.decoder == "trie":
+        if not files and not args.trie:
+            raise ValueError(f"--decoder trie needs triples: --knowledge FILE of {wanted}, or --trie DIR")
+        for file in files:
+            if Path(file).is_dir() or not options.holds_triples(file):
+                raise ValueError(f"--knowledge {file}: expected {wanted}")
 
 
 def read_prompt(args: argparse.Namespace) -> str:
@@ -111,7 +114,7 @@ def read_prompt(args: argparse.Namespace) -> str:
         text = Path(args.prompt_file).read_text(encoding="utf-8")
     else:
         text = PROMPT if args.prompt is None else args.prompt
-    text = text.rstrip("\n")
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n").rstrip("\n")
     if not text.strip():
         raise ValueError("the prompt is empty; give --prompt TEXT, --prompt-file F or -")
     return text
@@ -129,7 +132,7 @@ def narrow(args: argparse.Namespace, reader: Reader, passages: list[Passage]) ->
         left = select(args.filter, passages, args.question, args.answer, reader, chat=args.chat)
     else:
         trained = load(args.filter, args.device, options.DTYPES[args.dtype])
-        left = filter_by_model(trained, [(args.question, passages)], args.chat)[0]
+        left = filter_by_model(trained, [(args.question, passages)])[0]
     note(f"--filter {args.filter}: {saving([word_counts(passages, left)], [left.found])}")
     return left.passages
 
@@ -315,7 +318,7 @@ def run_ewe(args: argparse.Namespace) -> None:
         rows.append(row)
         if args.json:
             print(
-                as_json(args, i, row, tokenizer, [hit.passage for pause in row.pauses for hit in pause.hits]),
+                as_json(args, i, row, tokenizer, list(dict.fromkeys(p for pause in row.pauses for p in pause.added))),
                 flush=True,
             )
         elif not live:
@@ -324,7 +327,10 @@ def run_ewe(args: argparse.Namespace) -> None:
         stream.close()
     dropped, rewritten = sum(row.dropped for row in rows), sum(pause.deleted for row in rows for pause in row.pauses)
     if dropped:
-        note(f"{dropped} tokens of passages did not fit in their units; --unit-length is {settings.unit_length}")
+        note(f"{dropped} tokens of passages did not fit in their units, which are as long as the longest of the first")
+        note(f"passages needs, at most --unit-length {settings.unit_length}")
+    if settings.units and not any(pause.added for row in rows for pause in row.pauses):
+        note("no passage was found for the question or the text: the memory stayed empty")
     pauses = sum(len(row.pauses) for row in rows)
     total, seconds = sum(len(row.tokens) for row in rows), time.perf_counter() - began
     note(f"{pauses} pauses, {rewritten} sentences written again")

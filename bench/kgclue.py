@@ -31,6 +31,8 @@ from itertools import combinations, islice, product
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from minikid import metrics, options
 from minikid.beam import beam_search_batch
 from minikid.files import replacing

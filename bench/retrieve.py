@@ -12,6 +12,7 @@ import argparse
 import json
 import resource
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from minikid.encoder import load_encoder
 from minikid.passages import read_passages, save_passages

@@ -8,6 +8,7 @@ pure: what it remembers is in the state, which is never changed in place, so tha
 sampler, called as `sampler(log_p[V], generator) -> token`, draws with the generator it is given.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -72,8 +73,10 @@ class Sampler:
     top_p: float = 1.0  # keep the smallest set of most probable tokens whose mass reaches top_p, never none
 
     def __post_init__(self):
-        if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1):
-            raise ValueError(f"expected temperature >= 0, top_k >= 0 and 0 < top_p <= 1, got {self}")
+        warm = self.temperature == 0 or 1e-30 <= self.temperature < math.inf  # below, logits leave float32
+        if not (warm and self.top_k >= 0 and 0 < self.top_p <= 1):
+            wanted = "expected temperature >= 0, top_k >= 0 and 0 < top_p <= 1"
+            raise ValueError(f"{wanted}, got {self}; a temperature is 0 or at least 1e-30")
 
     def distribution(self, log_p: Tensor) -> tuple[Tensor, Tensor]:
         """The probabilities that are drawn from and their tokens, on the CPU; most probable first if any were cut.

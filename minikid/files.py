@@ -63,7 +63,7 @@ def replacing(path: Path) -> Iterator[Path]:
                 os.close(folder)
     except (OSError, SafetensorError) as error:
         stays = "the old file stays as it was" if path.exists() else "there is none now"
-        raise OSError(f"cannot write {path} ({error}): {stays}; make room on the disk") from None
+        raise OSError(f"cannot write {path} ({error}): {stays}; make room or choose another place") from None
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from minikid import chain, store, weights
+from minikid.arguments import count, positive
 from minikid.decode import KID, LookAhead, Sampler, Update
 from minikid.encoder import load_encoder
 from minikid.filter import MEASURES
@@ -106,7 +107,7 @@ def add_knowledge_options(parser: argparse.ArgumentParser) -> None:
         help="none: all passages (default: bm25; for a folder, all that it was built with)",
     )
     group.add_argument("--encoder", default=weights.ENCODER, metavar="NAME|DIR", help="of dense and hybrid, BERT")
-    group.add_argument("-k", type=count, default=5, help="passages to retrieve (default: %(default)s)")
+    group.add_argument("-k", type=positive, default=5, help="passages to retrieve (default: %(default)s)")
     group.add_argument("--context", action="store_true", help="put the passages into the prompt as well")
 
 
@@ -164,8 +165,8 @@ def add_decoding_options(parser: argparse.ArgumentParser) -> None:
     kid.add_argument(
         "--reach", type=count, metavar="R", help="begin a value only by one of the R most probable tokens; 0: by any"
     )
-    kid.add_argument("--hops", type=count, metavar="N", help="h_max, hops per query")
-    kid.add_argument("--window", type=count, metavar="N", help="w_max, concepts in the local memory")
+    kid.add_argument("--hops", type=positive, metavar="N", help="h_max, hops per query")
+    kid.add_argument("--window", type=positive, metavar="N", help="w_max, concepts in the local memory")
 
 
 def add_rethink_options(parser: argparse.ArgumentParser) -> None:
@@ -189,22 +190,6 @@ def add_rethink_options(parser: argparse.ArgumentParser) -> None:
 def temperature(text: str) -> float:
     """An argparse type: what a Sampler takes, from 0."""
     return Sampler(float(text)).temperature
-
-
-def positive(text: str) -> int:
-    """An argparse type: a whole number from 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {value}")
-    return value
-
-
-def count(text: str) -> int:
-    """An argparse type: a whole number from 0."""
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"expected 0 or more, got {value}")
-    return value
 
 
 def settle(args: argparse.Namespace) -> argparse.Namespace:
@@ -273,7 +258,10 @@ def open_evidence(args: argparse.Namespace) -> tuple[Retriever, str]:
     """What finds premises in --knowledge, every kind of it as sentences; and, for --task table, the tables as text."""
     files = [file for file in knowledge_of(args) if not Path(file).is_dir()]
     if len(files) < len(knowledge_of(args)):
-        return open_knowledge(args)[0], ""
+        retriever, triples = open_knowledge(args)
+        if triples:
+            raise ValueError("--knowledge: expected an index or files as evidence, got both; index the sentences, too")
+        return retriever, ""
     found = {file: list(read_sentences(file)) for file in files}
     tables = [p.text for file, passages in found.items() if Path(file).suffix == ".json" for p in passages]
     passages = [passage for some in found.values() for passage in some]

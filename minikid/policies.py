@@ -8,6 +8,7 @@ queried over h_max hops; the values found become tokens, n_v counting the hops i
 Algorithm 1 is applied.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,8 +49,9 @@ class Update:
         ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"expected {name} to be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        if not (self.sigma > 0 and self.beta > 0 and self.steps >= 1 and self.lr > 0):
-            raise ValueError(f"expected sigma, beta and lr above 0 and at least one step, got {self}")
+        if not (all(0 < x < math.inf for x in (self.sigma, self.lr)) and 1e-9 <= self.beta <= 1e9 and self.steps >= 1):
+            wanted = "expected sigma, beta and lr above 0 and at least one step"
+            raise ValueError(f"{wanted}, got {self}; all are finite, beta is from 1e-9 to 1e9")
 
     def __call__(self, log_pi: Tensor, counts: Tensor, beta: float) -> tuple[Tensor, float, float]:
         """The updated log-probabilities, KL(pi || p), and the beta of the next step."""

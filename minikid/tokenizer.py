@@ -75,8 +75,14 @@ class Tokenizer:
         return hashlib.sha256(self._library.to_str().encode()).hexdigest()[:16]
 
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text; nothing in it is a control token and none is added."""
-        return self._library.encode(text, add_special_tokens=False).ids
+        """Ids of plain text; nothing in it is a control token and none is added.
+
+        ValueError for half a surrogate pair, as which Python reads bytes that are not UTF-8.
+        """
+        try:
+            return self._library.encode(text, add_special_tokens=False).ids
+        except TypeError:
+            raise ValueError(f"expected Unicode text, came {text[:60]!r}; is it in another encoding?") from None
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids; control tokens are left out, incomplete UTF-8 shows as U+FFFD."""

@@ -178,6 +178,19 @@ def test_the_separator_is_a_token_that_no_text_has():
         separator_of(tokenizer(["</s>"], eos_ids=[0]))
 
 
+@pytest.mark.parametrize("device", ["foo", "cuda:99"])
+def test_a_device_that_is_not_there(run, device):
+    code, out, err = run("--decoder", "greedy", "--device", device)
+    assert (code, out) == (1, "")
+    assert f"--device {device}: torch cannot use it" in err
+
+
+def test_line_ends_and_a_byte_order_mark_are_no_part_of_a_prompt(tmp_path):
+    (tmp_path / "prompt.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
+    args = generate.parse(["--prompt-file", str(tmp_path / "prompt.txt")])
+    assert args.question == "one\ntwo"
+
+
 def test_trie_errors(run, tmp_path):
     code, _, err = run("--decoder", "trie")
     assert code == 2

@@ -491,6 +491,15 @@ def test_generate_prints_answer_path_evidence_and_votes(given_files, monkeypatch
     assert "3 paths" in err
 
 
+def test_an_index_and_triples_are_not_both_evidence(given_files, tmp_path, capfd):
+    _, arguments = given_files
+    (tmp_path / "t.tsv").write_text("Snow\tis\twhite\n")
+    BM25([Passage("0", "Snow", "Snow is white.")]).save(tmp_path / "index")
+    command = ["--decoder", "rr", "--knowledge", str(tmp_path / "index"), str(tmp_path / "t.tsv")]
+    assert generate.main([*arguments, *command]) == 1
+    assert "got both" in capfd.readouterr().err
+
+
 def test_generate_gives_all_paths_as_json_and_the_same_for_a_seed(given_files, capfd):
     path, arguments = given_files
     command = ["--decoder", "rr", "--prompt", "Is snow white?", "--knowledge", str(path / "table.json"), "--json"]

@@ -207,3 +207,8 @@ def test_a_missing_file_is_named(tmp_path):
     shutil.move(tmp_path / "tokenizer.json", tmp_path / "vocab.json")
     with pytest.raises(ValueError, match=r"tokenizer\.json does not exist; save the tokenizer in the fast format"):
         Tokenizer.from_folder(tmp_path)
+
+
+def test_bytes_that_are_not_utf8_are_named():
+    with pytest.raises(ValueError, match="another encoding"):
+        byte_tokenizer().encode(b"caf\xe9".decode(errors="surrogateescape"))
