@@ -327,8 +327,8 @@ def run_ewe(args: argparse.Namespace) -> None:
         stream.close()
     dropped, rewritten = sum(row.dropped for row in rows), sum(pause.deleted for row in rows for pause in row.pauses)
     if dropped:
-        note(f"{dropped} tokens of passages did not fit in their units, which are as long as the longest of the first")
-        note(f"passages needs, at most --unit-length {settings.unit_length}")
+        length = f"the longest first passage's, at most {settings.unit_length} tokens"
+        note(f"{dropped} tokens of passages did not fit in their units, whose length is {length}")
     if settings.units and not any(pause.added for row in rows for pause in row.pauses):
         note("no passage was found for the question or the text: the memory stayed empty")
     pauses = sum(len(row.pauses) for row in rows)
