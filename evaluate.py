@@ -232,7 +232,7 @@ def filter_passages(setup: Setup, questions: Sequence[Question]) -> list[dict[st
         run = oracle(args.filter, args.k, (setup.model, setup.tokenizer), chat=args.chat)
     else:
         run = trained(load(args.filter, args.device, options.DTYPES[args.dtype]), args.k)
-    return filter_questions(args.out / "filter.jsonl", questions, settings, run, args.k)
+    return filter_questions(args.out / "filter.jsonl", questions, settings, run, args.k, partial(complain, args))
 
 
 def fits(setup: Setup, question: Question) -> bool:
@@ -335,7 +335,9 @@ def run(args: argparse.Namespace) -> None:
     setup = Setup(args, model, tokenizer, rethinker)
     args.out.mkdir(parents=True, exist_ok=True)
     if args.filter:
-        lines = filter_passages(setup, questions)
+        both = zip(questions, filter_passages(setup, questions), strict=True)
+        usable = [(question, line) for question, line in both if "error" not in line]
+        questions, lines = [question for question, _ in usable], [line for _, line in usable]
         note(f"--filter {args.filter}: {saving([line['words'] for line in lines], [line['found'] for line in lines])}")
         left = {question.index: passages_of(line) for question, line in zip(questions, lines, strict=True)}
         setup = replace(setup, filtered=left)

@@ -69,11 +69,17 @@ def trained(reader: Reader, k: int | None = None, chat: bool | None = None) -> F
 
 
 def filter_questions(
-    path: Path, questions: Sequence[Question], settings: Mapping[str, Any], run: Filter, k: int | None = None
+    path: Path,
+    questions: Sequence[Question],
+    settings: Mapping[str, Any],
+    run: Filter,
+    k: int | None = None,
+    on_bad: Callable[[ValueError], None] | None = None,
 ) -> list[dict[str, Any]]:
     """The lines of all questions, of which those that the file has not yet are made and added to it.
 
-    ValueError, and the file is left alone, where a line was made with other settings or from another record.
+    ValueError, and the file is left alone, where a line was made with other settings or from another record, and for a
+    question that the filter has no room for; with `on_bad` that is given the error, and the line has it as "error".
     """
 
     def make(batch: Sequence[Question]) -> list[dict[str, Any]]:
@@ -82,7 +88,11 @@ def filter_questions(
         except ValueError as error:
             if len(batch) > 1:  # which of them?
                 return [line for question in batch for line in make([question])]
-            raise ValueError(f"{batch[0].place}: {error}") from None
+            bad = ValueError(f"{batch[0].place}: {error}")
+            if on_bad is None:
+                raise bad from None
+            on_bad(bad)
+            return [{"ctxs": [], "found": False, "words": [0, 0], "error": str(error)}]
         return [_line(question, selection, k) for question, selection in zip(batch, found, strict=True)]
 
     def batches(todo: Sequence[Question]) -> Iterator[Sequence[Question]]:

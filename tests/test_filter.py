@@ -19,7 +19,7 @@ from minikid import silver
 from minikid.config import Config
 from minikid.decode import Vanilla, greedy
 from minikid.decode import generate as decode
-from minikid.filter import cxmi, lexical_overlap, select, string_inclusion, with_context
+from minikid.filter import Selection, cxmi, lexical_overlap, select, string_inclusion, with_context
 from minikid.generation import likelihoods
 from minikid.model import GPT, load
 from minikid.passages import Passage
@@ -310,6 +310,28 @@ def data(tmp_path):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_folder(tmp_path_factory.mktemp("model"), TEMPLATE)
+
+
+def test_a_question_that_a_filter_has_no_room_for_is_named_or_passed_over(data, tmp_path, folder, capsys, monkeypatch):
+    def run(questions):
+        if any(question.index == 1 for question in questions):
+            raise ValueError("too long")
+        return [Selection(question.ctxs[:1], False) for question in questions]
+
+    questions, heard = list(read_questions(data)), []
+    with pytest.raises(ValueError, match=r"data.jsonl:2: too long"):
+        silver.filter_questions(tmp_path / "a.jsonl", questions, {}, run)
+    for _ in range(2):  # the second time from the file
+        lines = silver.filter_questions(tmp_path / "b.jsonl", questions, {}, run, on_bad=heard.append)
+        assert [line.get("error") for line in lines] == [None, "too long", None, None, None]
+    assert [str(error) for error in heard] == [f"{data}:2: too long"]
+    monkeypatch.setattr(evaluate, "oracle", lambda *args, **options: run)
+    command = [str(data), "--out", str(tmp_path / "out"), "--model", str(folder), "--decoders", "greedy"]
+    command += ["--filter", "strinc", "--max-new-tokens", "2"]
+    assert evaluate.main(command) == 1
+    assert "data.jsonl:2: too long; mend this record" in capsys.readouterr().err
+    assert evaluate.main([*command, "--skip-bad"]) == 0
+    assert len((tmp_path / "out" / "greedy.jsonl").read_text().splitlines()) == 4
 
 
 def test_the_oracle_of_a_file_goes_on_where_it_stopped(data, tmp_path, capsys):
