@@ -126,23 +126,27 @@ class LanguageModelNLI:
             for start in range(0, len(rows), batch_size):
                 batch = rows[start : start + batch_size]
                 texts = [self.tokenizer.encode(hypothesis) for _, hypothesis in batch]
-                prompts = [self._prompt(premise, ask, max(map(len, texts))) for ask, _ in batch]
+                prompts = [
+                    self._prompt(premise and self._fitting(premise, len(text)), ask)
+                    for (ask, _), text in zip(batch, texts, strict=True)
+                ]
                 found = likelihoods(self.model, prompts, texts)
                 z |= {(premise, *row): float(log_p.mean()) for row, log_p in zip(batch, found, strict=True)}
         table = [[z[p, TRUE, h], z[None, FREE, h], z[p, FALSE, h]] for p, h in pairs]
         return torch.tensor(table, dtype=torch.float64).reshape(-1, len(LABELS)).softmax(-1)
 
-    def _prompt(self, premise: str | None, ask: str, behind: int) -> list[int]:
-        """The prompt, its premise cut so that as many tokens fit behind it."""
+    def _prompt(self, premise: str | None, ask: str) -> list[int]:
+        text = ask if premise is None else f"{premise}\n\n{ask}"
         chat = self.tokenizer.template is not None
+        return self.tokenizer.prompt(text if chat else text + "\n", chat)
 
-        def prompt(text: str | None) -> list[int]:
-            asked = ask if text is None else f"{text}\n\n{ask}"
-            return self.tokenizer.prompt(asked if chat else asked + "\n", chat)
-
-        tokens, most = prompt(premise), self.model.config.max_positions - behind
-        while premise and len(tokens) > most:
+    def _fitting(self, premise: str, behind: int) -> str:
+        """As much of a premise as leaves room for the longer ask and so many tokens behind it, whatever is asked."""
+        while premise:
+            longest = max(len(self._prompt(premise, ask)) for ask in (TRUE, FALSE))
+            if longest + behind <= self.model.config.max_positions:
+                break
             ids = self.tokenizer.encode(premise)
-            premise = self.tokenizer.decode(ids[: max(len(ids) - (len(tokens) - most), 0)]).rstrip("\ufffd")
-            tokens = prompt(premise)
-        return tokens
+            kept = max(len(ids) - (longest + behind - self.model.config.max_positions), 0)
+            premise = self.tokenizer.decode(ids[:kept]).rstrip("\ufffd")
+        return premise

@@ -116,9 +116,13 @@ def test_the_asks_differ():
     assert len({TRUE, FALSE, FREE}) == 3
 
 
-def test_a_premise_that_is_too_long_is_cut(short_asks):
+@pytest.mark.parametrize("batch_size", [1, 16])
+def test_a_premise_that_is_too_long_is_cut(short_asks, batch_size):
+    """For both asks alike, and by the pair's own hypothesis, whatever it is scored with."""
     tokenizer = byte_tokenizer()
     scorer = LanguageModelNLI(tiny_model(tokenizer.vocab_size), tokenizer)
-    room = scorer.model.config.max_positions - len(tokenizer.encode("ab") + tokenizer.encode(f"\n\n{short_asks[0]}\n"))
-    long, fitting = scorer.scores([("x" * 500, "ab"), ("x" * room, "ab")])
+    longer = max(len(tokenizer.encode(f"\n\n{ask}\n")) for ask in (short_asks[0], short_asks[2]))
+    rooms = [scorer.model.config.max_positions - len(tokenizer.encode(text)) - longer for text in ("ab", "b" * 20)]
+    long = scorer.scores([("x" * 500, "ab"), ("x" * 500, "b" * 20)], batch_size)
+    fitting = scorer.scores([("x" * rooms[0], "ab"), ("x" * rooms[1], "b" * 20)], batch_size)
     torch.testing.assert_close(long, fitting)
