@@ -9,26 +9,34 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from safetensors import SafetensorError
 
 
-def lines(path: str | Path) -> Iterator[tuple[str, str]]:
-    """(file:line, text) of each line of a UTF-8 file, gzipped if its name ends in .gz; a byte order mark is skipped.
-
-    ValueError names the line that cannot be read.
-    """
-    # Cut at \n in bytes, decoded line by line, so that a line that is not UTF-8 can be named.
-    path, number = Path(path), 0
+@contextmanager
+def reading(path: Path) -> Iterator[BinaryIO]:
+    """A file's bytes, unpacked if its name ends in .gz; ValueError where that does not work."""
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                yield f"{path}:{number}", line.decode("utf-8-sig" if number == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}:{number}: not UTF-8 ({error.reason}); convert the file") from error
+            yield file
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path}:{number + 1}: broken gzip file ({error}); fetch or compress it again") from error
+        raise ValueError(f"{path}: broken gzip file ({error}); fetch or compress it again") from error
+
+
+def lines(path: str | Path) -> Iterator[tuple[str, str]]:
+    """(file:line, text) of each line of a UTF-8 file, gzipped or not; byte order marks are skipped.
+
+    ValueError names the line that is not UTF-8.
+    """
+    # Cut at \n in bytes, decoded line by line, so that a line that is not UTF-8 can be named.
+    with reading(Path(path)) as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                text = line.decode().removeprefix("\ufeff")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}:{number}: not UTF-8 ({error.reason}); convert the file") from error
+            yield f"{path}:{number}", text
 
 
 def json_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
@@ -36,9 +44,10 @@ def json_lines(path: str | Path) -> Iterator[tuple[str, Any]]:
     for place, line in lines(path):
         if line.strip():
             try:
-                yield place, json.loads(line)
-            except (json.JSONDecodeError, RecursionError) as error:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{place}: expected an object in JSON on one line: {error}") from None
+            yield place, value
 
 
 @contextmanager

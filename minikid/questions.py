@@ -7,7 +7,6 @@ A file, gzipped if its name ends in .gz, holds JSON lines, or one JSON array, of
 "id" may be anything, and it, "ctxs" and the titles may be missing; further fields are passed over.
 """
 
-import gzip
 import hashlib
 import json
 import re
@@ -15,8 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from minikid.files import reading
 from minikid.passages import Passage
 
 BOM = b"\xef\xbb\xbf"
@@ -66,19 +66,15 @@ def read_questions(path: str | Path, on_bad: Callable[[ValueError], None] | None
             yield question
 
 
-def _open(path: Path) -> BinaryIO:
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
-
-
 def _is_array(path: Path) -> bool:
-    with _open(path) as file:
+    with reading(path) as file:
         first = next((stripped for line in file if (stripped := line.removeprefix(BOM).strip())), b"")
     return first.startswith(b"[")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, Callable[[], Any]]]:
     """(line number, a function that parses the line) of each line that is not blank."""
-    with _open(path) as file:
+    with reading(path) as file:
         for number, line in enumerate(file, start=1):
             if content := (line.removeprefix(BOM) if number == 1 else line).strip():
                 yield number, partial(_parse, content)
@@ -96,7 +92,7 @@ def _parse(content: bytes) -> Any:
 def _array(path: Path) -> Iterator[tuple[int, Callable[[], Any]]]:
     """(line number, a function that gives the entry) of each entry of an array."""
     try:
-        with _open(path) as file:
+        with reading(path) as file:
             text = file.read().removeprefix(BOM).decode()
         entries = json.loads(text)
     except UnicodeDecodeError as error:

@@ -149,3 +149,6 @@ def test_gzipped_files(tmp_path):
         (tmp_path / "b.json.gz").write_bytes(gzip.compress(text.encode()))
         plain, packed = (list(read_questions(tmp_path / name)) for name in ("a.json", "b.json.gz"))
         assert [q.digest for q in plain] == [q.digest for q in packed]
+        (tmp_path / "b.json.gz").write_bytes(gzip.compress(text.encode())[:-12])
+        with pytest.raises(ValueError, match=r"b\.json\.gz: broken gzip"):
+            list(read_questions(tmp_path / "b.json.gz"))
