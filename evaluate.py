@@ -226,13 +226,13 @@ def complain(args: argparse.Namespace, bad: ValueError) -> None:
 def filter_passages(setup: Setup, questions: Sequence[Question]) -> list[dict[str, Any]]:
     """The lines of DIR/filter.jsonl: what --filter leaves of each question's passages. Only a measure knows answers."""
     args = setup.args
-    settings = {key: getattr(args, key) for key in ("filter", "k", "chat")}
+    settings = {"filter": args.filter, "k": args.k}
     if args.filter in MEASURES:
-        settings |= {"model": args.model, "dtype": args.dtype} if args.filter == "cxmi" else {}
+        settings |= {key: getattr(args, key) for key in ("model", "dtype", "chat")} if args.filter == "cxmi" else {}
         run = oracle(args.filter, args.k, (setup.model, setup.tokenizer), chat=args.chat)
     else:
         run = trained(load(args.filter, args.device, options.DTYPES[args.dtype]), args.k)
-    return filter_questions(args.out / "filter.jsonl", questions, settings, run, args.k, partial(complain, args))
+    return filter_questions(args.out / "filter.jsonl", questions, settings, run, args.k, args.skip_bad)
 
 
 def fits(setup: Setup, question: Question) -> bool:
@@ -335,9 +335,12 @@ def run(args: argparse.Namespace) -> None:
     setup = Setup(args, model, tokenizer, rethinker)
     args.out.mkdir(parents=True, exist_ok=True)
     if args.filter:
-        both = zip(questions, filter_passages(setup, questions), strict=True)
-        usable = [(question, line) for question, line in both if "error" not in line]
-        questions, lines = [question for question, _ in usable], [line for _, line in usable]
+        filtered = list(zip(questions, filter_passages(setup, questions), strict=True))
+        for question, line in filtered:
+            if "error" in line:
+                complain(args, ValueError(f"{question.place}: {line['error']}"))
+        questions = [question for question, line in filtered if "error" not in line]
+        lines = [line for _, line in filtered if "error" not in line]
         note(f"--filter {args.filter}: {saving([line['words'] for line in lines], [line['found'] for line in lines])}")
         left = {question.index: passages_of(line) for question, line in zip(questions, lines, strict=True)}
         setup = replace(setup, filtered=left)

@@ -59,11 +59,11 @@ def oracle(
     return run
 
 
-def trained(reader: Reader, k: int | None = None, chat: bool | None = None) -> Filter:
-    """The filter that M_ctx is: it is given questions and passages, and no answers."""
+def trained(reader: Reader, k: int | None = None) -> Filter:
+    """The filter that M_ctx is: it is given questions and passages, and no answers; in its template if it has one."""
 
     def run(questions: Sequence[Question]) -> list[Selection]:
-        return filter_by_model(reader, [(question.question, question.ctxs[:k]) for question in questions], chat)
+        return filter_by_model(reader, [(question.question, question.ctxs[:k]) for question in questions])
 
     return run
 
@@ -74,12 +74,12 @@ def filter_questions(
     settings: Mapping[str, Any],
     run: Filter,
     k: int | None = None,
-    on_bad: Callable[[ValueError], None] | None = None,
+    pass_over: bool = False,
 ) -> list[dict[str, Any]]:
     """The lines of all questions, of which those that the file has not yet are made and added to it.
 
-    ValueError, and the file is left alone, where a line was made with other settings or from another record, and for a
-    question that the filter has no room for; with `on_bad` that is given the error, and the line has it as "error".
+    ValueError, and the file is left alone, where a line was made with other settings or from another record. ValueError
+    for a question that the filter has no room for, too; with `pass_over` its line has the reason as "error" instead.
     """
 
     def make(batch: Sequence[Question]) -> list[dict[str, Any]]:
@@ -88,10 +88,8 @@ def filter_questions(
         except ValueError as error:
             if len(batch) > 1:  # which of them?
                 return [line for question in batch for line in make([question])]
-            bad = ValueError(f"{batch[0].place}: {error}")
-            if on_bad is None:
-                raise bad from None
-            on_bad(bad)
+            if not pass_over:
+                raise ValueError(f"{batch[0].place}: {error}") from None
             return [{"ctxs": [], "found": False, "words": [0, 0], "error": str(error)}]
         return [_line(question, selection, k) for question, selection in zip(batch, found, strict=True)]
 

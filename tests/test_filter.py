@@ -318,20 +318,23 @@ def test_a_question_that_a_filter_has_no_room_for_is_named_or_passed_over(data, 
             raise ValueError("too long")
         return [Selection(question.ctxs[:1], False) for question in questions]
 
-    questions, heard = list(read_questions(data)), []
+    questions = list(read_questions(data))
     with pytest.raises(ValueError, match=r"data.jsonl:2: too long"):
         silver.filter_questions(tmp_path / "a.jsonl", questions, {}, run)
     for _ in range(2):  # the second time from the file
-        lines = silver.filter_questions(tmp_path / "b.jsonl", questions, {}, run, on_bad=heard.append)
+        lines = silver.filter_questions(tmp_path / "b.jsonl", questions, {}, run, pass_over=True)
         assert [line.get("error") for line in lines] == [None, "too long", None, None, None]
-    assert [str(error) for error in heard] == [f"{data}:2: too long"]
     monkeypatch.setattr(evaluate, "oracle", lambda *args, **options: run)
     command = [str(data), "--out", str(tmp_path / "out"), "--model", str(folder), "--decoders", "greedy"]
     command += ["--filter", "strinc", "--max-new-tokens", "2"]
     assert evaluate.main(command) == 1
-    assert "data.jsonl:2: too long; mend this record" in capsys.readouterr().err
-    assert evaluate.main([*command, "--skip-bad"]) == 0
+    assert "data.jsonl:2: too long" in capsys.readouterr().err
+    for _ in range(2):
+        assert evaluate.main([*command, "--skip-bad"]) == 0
+        assert capsys.readouterr().err.count(f"skipped {data}:2: too long") == 1
     assert len((tmp_path / "out" / "greedy.jsonl").read_text().splitlines()) == 4
+    assert evaluate.main(command) == 1  # what was passed over once is not passed over for good
+    assert "data.jsonl:2: too long; mend this record" in capsys.readouterr().err
 
 
 def test_the_oracle_of_a_file_goes_on_where_it_stopped(data, tmp_path, capsys):
