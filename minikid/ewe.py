@@ -28,6 +28,7 @@ from minikid.verify import Verdict, Verifier, claims, support
 
 INSTRUCTION = "Answer the question using these passages.\n\n"
 ASK_FIRST = "Find the answer to this question: {question}\n\n"
+SHORTEST = 64  # tokens of a unit of one passage, in view of what may be found later
 LEAST = 1e-6  # weight of a unit, however far its passage is behind the best
 TRIGGERS = ("interval", "entropy", "min-prob")
 
@@ -204,8 +205,8 @@ def generate_ewe(
     A sentence is complete once the token behind it is drawn. Where the pause changes nothing that token stays: a
     verifier that accepts everything changes no text. Else it is drawn anew. Departures: where there is nothing left to
     write, nothing is retrieved for it; a sentence that is refuted after its last try stays; of the L positions of a
-    unit only as many are used as the longest of the first passages needs, since a gap between passages and text makes
-    them harder to read (what is found later is cut to that).
+    unit only as many are used as the longest of the first passages needs, but SHORTEST for a single one, since a gap
+    between passages and text makes them harder to read (what is found later is cut to that).
 
     `chat`: use the chat template (default: if there is one); `on_sentence(tokens, kept)` hears of a sentence as it is
     settled, kept or deleted. ValueError, before any token, for a prompt that leaves no room.
@@ -217,7 +218,8 @@ def generate_ewe(
     if settings.units:
         hits = retriever.search(question, settings.hits)
         first = as_units(tokenizer, [hit.passage for hit in hits], settings).values()
-        length = min(settings.unit_length, max(map(len, first), default=settings.unit_length))
+        longest = max(map(len, first), default=settings.unit_length)
+        length = min(settings.unit_length, max(longest, 0 if settings.joined else SHORTEST))
         ours = {name: getattr(settings, name) for name in ("context_stream", "context_weight", "temperature")}
         memory = WorkingMemory(model, settings.units, length, prefix, **ours)
     shelf = Shelf(memory, tokenizer, settings)
@@ -310,7 +312,8 @@ def prompts(
     try:
         check_room(model, range(len(prefix) + kept + len(context)), max_new_tokens)
     except ValueError as error:
-        raise ValueError(f"{error}; {kept} of the positions are kept for a unit: or take shorter units") from None
+        units = f"; {kept} of the positions are kept for a unit: or take shorter units" if kept else ""
+        raise ValueError(f"{error}{units}") from None
     return prefix, context
 
 

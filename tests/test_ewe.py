@@ -300,9 +300,9 @@ def test_passages_that_do_not_fit_are_cut_and_counted(model):
 
 def test_units_take_what_the_longest_first_passage_needs(model):
     """So a later passage that is longer is cut, and no budget changes a token as long as the first passages fit."""
-    longer = Passage("4", "Tokyo", " ".join(["Tokyo is a river of cars."] * 3))
+    longer = Passage("4", "Tokyo", " ".join(["Tokyo is a river of cars."] * 12))
     settings = replace(SHORT, retrieve_every=0, tries=1)
-    runs = [run(model, verifier=Refuse(longer), settings=replace(settings, unit_length=n)) for n in (40, 60)]
+    runs = [run(model, verifier=Refuse(longer), settings=replace(settings, unit_length=n)) for n in (80, 100)]
     assert runs[0].tokens == runs[1].tokens
     assert longer in [passage for pause in runs[0].pauses for passage in pause.added]
     assert runs[0].dropped == runs[1].dropped > 0
