@@ -82,7 +82,7 @@ class Tokenizer:
         try:
             return self._library.encode(text, add_special_tokens=False).ids
         except TypeError:
-            raise ValueError(f"expected Unicode text, came {text[:60]!r}; is it in another encoding?") from None
+            raise ValueError(f"expected Unicode text, came {text!r:.60}; is it in another encoding?") from None
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids; control tokens are left out, incomplete UTF-8 shows as U+FFFD."""

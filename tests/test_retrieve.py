@@ -230,7 +230,12 @@ def test_program_fails_with_one_line(corpus, tmp_path, capsys):
 
 
 def test_exit_codes_of_usage(tmp_path):
-    for arguments, code in (([], 2), (["search", str(tmp_path), "x", "--retriever", "best"], 2), (["--help"], 0)):
+    for arguments, code in (
+        ([], 2),
+        (["search", str(tmp_path), "x", "--retriever", "best"], 2),
+        (["search", str(tmp_path), "x", "-k", "0"], 2),
+        (["--help"], 0),
+    ):
         with pytest.raises(SystemExit) as raised:
             retrieve.main(arguments)
         assert raised.value.code == code
