@@ -104,8 +104,9 @@ class LanguageModelNLI:
         p(entailment, neutral, contradiction) = softmax(z_true, z_free, z_false)
 
     Bayes' rule with equal priors (a "noisy channel", Min et al. 2022), per token so that length does not matter.
-    Asked for yes, no or maybe, calibrated (Zhao et al. 2021) or not, a model of 135M weights is at chance; this way it
-    ranks entailment well and contradiction poorly (bench/nli.py). Only the order among pairs means something.
+    Asked for yes, no or maybe, a model of 135M weights ranks entailment poorly, and calibrated (Zhao et al. 2021) at
+    chance; this way it ranks entailment well and contradiction poorly (bench/nli.py). Only the order among pairs means
+    something.
     """
 
     def __init__(self, model: GPT, tokenizer: Tokenizer):
