@@ -335,22 +335,22 @@ def run(args: argparse.Namespace) -> None:
     setup = Setup(args, model, tokenizer, rethinker)
     args.out.mkdir(parents=True, exist_ok=True)
     if args.filter:
-        filtered = list(zip(questions, filter_passages(setup, questions), strict=True))
-        for question, line in filtered:
+        lines = {}  # by a question's number
+        for question, line in zip(questions, filter_passages(setup, questions), strict=True):
             if "error" in line:
                 complain(args, ValueError(f"{question.place}: {line['error']}"))
-        questions = [question for question, line in filtered if "error" not in line]
-        lines = [line for _, line in filtered if "error" not in line]
-        note(f"--filter {args.filter}: {saving([line['words'] for line in lines], [line['found'] for line in lines])}")
-        left = {question.index: passages_of(line) for question, line in zip(questions, lines, strict=True)}
-        setup = replace(setup, filtered=left)
+            else:
+                lines[question.index] = line
+        words, found = ([line[name] for line in lines.values()] for name in ("words", "found"))
+        note(f"--filter {args.filter}: {saving(words, found)}")
+        setup = replace(setup, filtered={index: passages_of(line) for index, line in lines.items()})
+        questions = [question for question in questions if question.index in lines]
     questions = [question for question in questions if fits(setup, question)]
     if not questions:
         raise ValueError(f"{args.data}: no questions; expected JSON lines, or one array, of records")
     results = compare({name: run_decoder(setup, name, questions) for name in args.decoders}, args.seed)
     if args.filter:
-        before, left = (sum(line["words"][i] for line in lines) for i in (0, 1))
-        results["filter"] = {"words": [before, left], "found": sum(line["found"] for line in lines)}
+        results["filter"] = {"words": [sum(counts) for counts in zip(*words, strict=True)], "found": sum(found)}
     results["settings"] = {name: settings_of(args, name) for name in args.decoders}
     write_results(args.out / "results.json", results)
     print(table(results, DECODERS))

@@ -70,8 +70,17 @@ class Settings:
 
 
 # Ewe 3.5. RAG has all passages in the one unit, which without a context's own stream is a prompt with them in front.
-RAG = Settings(units=1, joined=True, unit_length=960, retrieve_every=0, verify_every=0)
-RAG = replace(RAG, context_stream=False, temperature=1.0, relevance=0.0, ask_first=False)
+RAG = Settings(
+    units=1,
+    joined=True,
+    unit_length=960,
+    retrieve_every=0,
+    verify_every=0,
+    context_stream=False,
+    temperature=1.0,
+    relevance=0.0,
+    ask_first=False,
+)
 FLARE = replace(RAG, retrieve_every=1, trigger="min-prob", rewrite=True)
 ITERATIVE_RAG = Settings(verify_every=0)
 SETTINGS = {"ewe": Settings(), "ewe-rag": RAG, "ewe-flare": FLARE, "ewe-iterative": ITERATIVE_RAG}

@@ -59,9 +59,9 @@ class Unit:
 
     tokens: tuple[int, ...]
     dropped: int  # how many tokens of the passage were cut off
-    weight: float  # the unit's part in attention is as if it stood there so many times
     keys: list[Tensor]  # for each layer [K, slots, C]
     values: list[Tensor]
+    weight: float = 1.0  # the unit's part in attention is as if it stood there so many times
 
 
 class WorkingMemory:
@@ -117,7 +117,7 @@ class WorkingMemory:
         return [unit for unit in self.parts[self._oldest :] + self.parts[1 : self._oldest] if unit.tokens]
 
     def add(self, passage: Sequence[int], weight: float = 1.0) -> Unit | None:
-        """Encode a passage, given as token ids, in the place of the oldest; no other token is forwarded.
+        """Encode a passage, given as token ids, in the place of the oldest; no other token is forwarded (Ewe 3.3).
 
         What does not fit in `unit_length` tokens is cut off, and counted in the unit's `dropped`. None where there are
         no units. ValueError for an empty passage, and for a weight that is not above 0.
@@ -173,7 +173,7 @@ class WorkingMemory:
         padding = (0, 0, 0, slots - len(tokens))
         keys = [F.pad(buffer[0, :, past : cache.length], padding) for buffer in cache.keys]
         values = [F.pad(buffer[0, :, past : cache.length], padding) for buffer in cache.values]
-        return Unit(tokens, len(passage) - len(tokens), 1.0, keys, values)
+        return Unit(tokens, len(passage) - len(tokens), keys, values)
 
     def _bias(self) -> Tensor:
         """What is added to the logits of the memory's slots, -inf where there is no token."""
