@@ -26,7 +26,7 @@ from minikid.arguments import count, positive
 from minikid.config import Config, read_json
 from minikid.corpus import Batches, Corpus, all_batches, read_corpus, read_texts
 from minikid.files import replacing
-from minikid.folder import SINGLE, write_parameters
+from minikid.folder import SINGLE, usable, write_parameters
 from minikid.model import GPT, Tokenizer, load_weights
 from minikid.training import (
     Settings,
@@ -271,6 +271,7 @@ def describe(args: argparse.Namespace, config: Config, corpus: Corpus, batches: 
 
 def run(args: argparse.Namespace, out: Path) -> None:
     world, device = join_world(args.device)
+    usable(device)  # said before anything is written
     chief = world.rank == 0
     checkpoint, counts, done = out / CHECKPOINT, what_counts(args), 0
     if checkpoint.exists():

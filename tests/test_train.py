@@ -261,6 +261,12 @@ def test_bad_usage_is_refused(pairs, tmp_path, capsys):
     assert "is no checkpoint" in error(*run, "--resume")
 
 
+def test_a_device_that_is_not_there_is_refused_before_anything_is_written(pairs, tmp_path, capsys):
+    assert train.main(["--data", pairs, "--out", str(tmp_path / "out"), "--steps", "1", "--device", "foo", *SMALL]) == 1
+    assert "--device foo: torch cannot use it" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_folder_with_a_model_is_left_alone(pairs, tmp_path, capsys):
     out = write_folder(tmp_path / "model")
     before = {path.name: path.read_bytes() for path in out.iterdir()}
